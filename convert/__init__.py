@@ -1,0 +1,1 @@
+"""From a checkpoint to a bundle: sources, recipes, export, quantisation. Runs on the host only."""

@@ -1,0 +1,74 @@
+"""Recipes: how one task becomes graphs, as data, and the one table that names them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from edge_convert.convert.source import Source
+from edge_convert.runtime.device import DeviceProfile
+from edge_convert.runtime.errors import UnknownNameError
+from edge_convert.runtime.manifest import CacheSpec
+from edge_convert.validate.runner import Reference
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One conversion: what, for which device, how precise.
+
+    `calibration` is a folder of images or texts, or None; `context_tokens` caps the cache, or None for
+    the smaller of the model's and the target's default.
+    """
+
+    source: Source
+    profile: DeviceProfile
+    precision: str
+    context_tokens: int | None
+    calibration: Path | None
+    progress: Progress
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """One graph on disk and, for a decoder, its cache."""
+
+    path: Path
+    cache: CacheSpec | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """The stages of one task; each is a function from values to values.
+
+    `export` writes graphs by role into a folder, `quantise` writes them at the asked precision into
+    another, `package` writes what the wrapper needs and returns `Manifest.processing`, `reference`
+    loads the original in fp32.
+    """
+
+    task: str
+    precisions: tuple[str, ...]
+    export: Callable[[Request, Path], dict[str, Exported]]
+    quantise: Callable[[Request, dict[str, Exported], Path], dict[str, Exported]]
+    package: Callable[[Request, Path], dict[str, Any]]
+    reference: Callable[[Request], Reference]
+
+
+RECIPES = {
+    "text-generation": "edge_convert.convert.recipes.text_generation:RECIPE",
+    "feature-extraction": "edge_convert.convert.recipes.feature_extraction:RECIPE",
+    "image-classification": "edge_convert.convert.recipes.image_classification:RECIPE",
+}
+
+
+def find_recipe(task: str) -> Recipe:
+    """The recipe of `task`; raises UnknownNameError with the supported tasks."""
+    if task not in RECIPES:
+        raise UnknownNameError("task", task, RECIPES)
+    module, _, attribute = RECIPES[task].partition(":")
+    recipe: Recipe = getattr(import_module(module), attribute)
+    return recipe

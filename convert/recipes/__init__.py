@@ -1,0 +1,1 @@
+"""One module per recipe; the table is in `edge_convert.convert.recipe`."""

@@ -1,0 +1,82 @@
+"""All layers' keys and values as one object, built from the manifest's CacheSpec."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from edge_convert.runtime.errors import BundleError, ContextLengthError, MissingExtraError, UsageError
+from edge_convert.runtime.manifest import CacheSpec
+
+_DTYPES = {"float32": np.float32, "float16": np.float16}
+
+
+class KVCache:
+    """One preallocated buffer per past/present pair, and how many of its positions are in use.
+
+    Each buffer is (1, kv_heads, max_length, head_dim) of the spec's dtype and serves as past and as present:
+    the graph appends in place and nothing is copied between steps. On the CPU untouched pages cost no memory.
+    """
+
+    def __init__(self, spec: CacheSpec, *, device_type: str = "cpu", device_id: int = 0) -> None:
+        if spec.dtype not in _DTYPES:
+            raise BundleError(
+                f"The cache has dtype {spec.dtype}, and this runtime holds {', '.join(sorted(_DTYPES))}. "
+                "Convert with another precision."
+            )
+        if not spec.share_buffer:
+            raise BundleError("The decoder does not share its past and present buffers. Convert the model again.")
+        try:
+            from onnxruntime import OrtValue
+        except ImportError as error:
+            raise MissingExtraError("onnxruntime", "cpu") from error
+        self.spec = spec
+        self._length = 0
+        shape = (1, spec.kv_heads, spec.max_length, spec.head_dim)
+        self._buffers: list[Any] = []
+        for _ in spec.past:
+            zeros = np.zeros(shape, _DTYPES[spec.dtype])
+            self._buffers.append(OrtValue.ortvalue_from_numpy(zeros, device_type, device_id))
+
+    @property
+    def length(self) -> int:
+        """Positions in use, in tokens."""
+        return self._length
+
+    @property
+    def max_length(self) -> int:
+        """Positions that the buffers hold, in tokens."""
+        return self.spec.max_length
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all buffers in bytes."""
+        spec = self.spec
+        return len(spec.past) * spec.kv_heads * spec.max_length * spec.head_dim * np.dtype(_DTYPES[spec.dtype]).itemsize
+
+    def bind(self, binding: Any) -> None:
+        """Bind every buffer as its past input and as its present output of an onnxruntime.IOBinding, once."""
+        for past, present, buffer in zip(self.spec.past, self.spec.present, self._buffers, strict=True):
+            binding.bind_ortvalue_input(past, buffer)
+            binding.bind_ortvalue_output(present, buffer)
+
+    def reserve(self, tokens: int) -> None:
+        """Raise ContextLengthError unless `tokens` more positions are free."""
+        if self._length + tokens > self.spec.max_length:
+            raise ContextLengthError(self._length + tokens, self.spec.max_length)
+
+    def advance(self, tokens: int) -> None:
+        """Count `tokens` more positions as used, after the graph wrote them."""
+        self.reserve(tokens)
+        self._length += tokens
+
+    def rewind(self, length: int) -> None:
+        """Forget everything after the first `length` positions; what follows overwrites them."""
+        if not 0 <= length <= self._length:
+            raise UsageError(f"Cannot rewind the cache to {length} tokens: it holds {self._length}.")
+        self._length = length
+
+    def reset(self) -> None:
+        """Forget all positions; the buffers are kept."""
+        self._length = 0

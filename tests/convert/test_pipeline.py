@@ -1,0 +1,145 @@
+"""The straight line on a small classifier: a whole bundle or nothing, and a report that tells the truth."""
+
+from __future__ import annotations
+
+import errno
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from edge_convert.convert import pipeline
+from edge_convert.runtime.bundle import Bundle
+from edge_convert.runtime.errors import ConversionError, OutputError, UnknownNameError, UsageError
+
+FACTORY = """
+import torch
+
+class Tiny(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.features = torch.nn.Sequential(
+            torch.nn.Conv2d(3, 8, 3, stride=2, padding=1), torch.nn.ReLU(),
+            torch.nn.Conv2d(8, 16, 3, stride=2, padding=1), torch.nn.ReLU(),
+        )
+        self.head = torch.nn.Linear(16, 10)
+        self.edge_convert = {
+            "mean": [127.0] * 3, "std": [128.0] * 3, "height": 32, "width": 32,
+            "resize_short_px": 36, "interpolation": "bicubic", "labels": [f"class {i}" for i in range(10)],
+        }
+
+    def forward(self, x):
+        return self.head(self.features(x).mean(dim=(2, 3)))
+
+def build():
+    return Tiny().eval()
+"""
+
+
+@pytest.fixture
+def factory(tmp_path: Path) -> str:
+    path = tmp_path / "tiny_classifier.py"
+    path.write_text(FACTORY)
+    return f"{path}:build"
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    folder = tmp_path / "images"
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    for index in range(24):
+        small = rng.integers(0, 256, (5, 5, 3), dtype=np.uint8)
+        Image.fromarray(small).resize((48, 40), Image.Resampling.BICUBIC).save(folder / f"{index:02}.png")
+    return folder
+
+
+@pytest.mark.parametrize(("target", "precision"), [("cpu", "fp32"), ("cpu", "int8"), ("jetson", "fp16")])
+def test_bundle_is_whole_and_within_the_caps(
+    tmp_path: Path, factory: str, images: Path, target: str, precision: str
+) -> None:
+    output = tmp_path / "bundle"
+    result = pipeline.convert(factory, target=target, precision=precision, output=output, calibration=images)
+    bundle = Bundle.open(output)
+    graph = bundle.manifest.graphs["classifier"]
+    assert graph.ir_version <= bundle.profile.ir_max
+    assert graph.opsets["ai.onnx"] <= bundle.profile.opset_max
+    assert graph.inputs[0].dtype == "uint8"
+    assert "report.json" in bundle.manifest.files
+    assert result.report is not None
+    outcomes = {gate.outcome for gate in result.report.gates}
+    assert "passed" in outcomes
+    if target == "jetson":
+        reasons = [gate.reason for gate in result.report.gates if gate.outcome == "not_run"]
+        assert any("CUDAExecutionProvider is not available here" in reason for reason in reasons)
+    if precision == "int8":
+        assert graph.node_counts.get("QuantizeLinear", 0) > 0
+        assert graph.initializer_bytes.get("int8", 0) > 0
+
+
+def assert_nothing_left(tmp_path: Path) -> None:
+    left = [
+        path.name for path in tmp_path.iterdir() if path.name not in ("images", "tiny_classifier.py", "__pycache__")
+    ]
+    assert left == []
+
+
+def test_interrupt_in_the_middle_leaves_nothing(tmp_path: Path, factory: str) -> None:
+    def interrupt(stage: str) -> None:
+        if "golden" in stage:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.convert(factory, target="cpu", precision="fp32", output=tmp_path / "out", progress=interrupt)
+    assert_nothing_left(tmp_path)
+
+
+def test_full_disk_leaves_nothing(tmp_path: Path, factory: str) -> None:
+    def fail(stage: str) -> None:
+        if "golden" in stage:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OutputError, match="disk is full"):
+        pipeline.convert(factory, target="cpu", precision="fp32", output=tmp_path / "out", progress=fail)
+    assert_nothing_left(tmp_path)
+
+
+def test_existing_output_is_kept_without_force(tmp_path: Path, factory: str) -> None:
+    output = tmp_path / "out"
+    pipeline.convert(factory, target="cpu", precision="fp32", output=output, validate=False)
+    before = json.loads((output / "manifest.json").read_text())
+    with pytest.raises(OutputError, match="--force"):
+        pipeline.convert(factory, target="cpu", precision="fp32", output=output, validate=False)
+    assert json.loads((output / "manifest.json").read_text()) == before
+    pipeline.convert(factory, target="cpu", precision="fp32", output=output, force=True, validate=False)
+    assert Bundle.open(output).manifest.precision == "fp32"
+
+
+def test_unknown_names(tmp_path: Path, factory: str) -> None:
+    output = tmp_path / "out"
+    with pytest.raises(UnknownNameError, match="target"):
+        pipeline.convert(factory, target="toaster", output=output)
+    with pytest.raises(UnknownNameError, match="precision"):
+        pipeline.convert(factory, target="cpu", precision="int3", output=output)
+    with pytest.raises(UnknownNameError, match="task"):
+        pipeline.convert(factory, target="cpu", task="telepathy", output=output)
+    with pytest.raises(UsageError, match="int4"):
+        pipeline.convert(factory, target="cpu", precision="int4", output=output)
+    assert_nothing_left(tmp_path)
+
+
+def test_int8_without_calibration_says_what_to_pass(tmp_path: Path, factory: str) -> None:
+    with pytest.raises(ConversionError, match="--calibration"):
+        pipeline.convert(factory, target="cpu", precision="int8", output=tmp_path / "out")
+    assert_nothing_left(tmp_path)
+
+
+def test_reference_of_another_source_is_refused(tmp_path: Path, factory: str) -> None:
+    result = pipeline.convert(factory, target="cpu", precision="fp32", output=tmp_path / "out", validate=False)
+    other = tmp_path / "other.py"
+    other.write_text(FACTORY + "\n# changed\n")
+    with pytest.raises(UsageError, match="not what this bundle was made from"):
+        pipeline.load_reference(f"{other}:build", bundle=result.bundle)

@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from edge_convert.convert.quantize import (
+    fold_constants,
+    quantise_dynamic,
+    quantise_static,
+    rename_output,
+    to_float16,
+)
+from edge_convert.runtime.errors import ExportError
+
+RNG = np.random.default_rng(0)
+TABLE = (RNG.normal(size=(1000, 128)) * RNG.uniform(0.01, 3, (1000, 1))).astype(np.float32)
+WEIGHT = RNG.normal(size=(128, 64)).astype(np.float32)
+
+
+def save(path, nodes, inputs, outputs, tensors):
+    graph = helper.make_graph(
+        nodes, "g", inputs, outputs, [numpy_helper.from_array(value, name) for name, value in tensors.items()]
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    onnx.save(onnx.shape_inference.infer_shapes(model), path)
+    return path
+
+
+@pytest.fixture
+def encoder(tmp_path):
+    return save(
+        tmp_path / "in.onnx",
+        [
+            helper.make_node("Gather", ["table", "ids"], ["rows"], "gather"),
+            helper.make_node("MatMul", ["rows", "weight"], ["out"], "product"),
+        ],
+        [helper.make_tensor_value_info("ids", TensorProto.INT64, ["n"])],
+        [helper.make_tensor_value_info("out", TensorProto.FLOAT, ["n", 64])],
+        {"table": TABLE, "weight": WEIGHT},
+    )
+
+
+@pytest.fixture
+def network(tmp_path):
+    return save(
+        tmp_path / "in.onnx",
+        [
+            helper.make_node("Pad", ["x", "pads"], ["padded"], "pad"),
+            helper.make_node("Conv", ["padded", "w1"], ["a"], "conv1", kernel_shape=[3, 3]),
+            helper.make_node("BatchNormalization", ["a", "g", "b", "m", "v"], ["n"], "norm"),
+            helper.make_node("Relu", ["n"], ["r"], "relu"),
+            helper.make_node("Conv", ["r", "w2"], ["y"], "conv2", kernel_shape=[1, 1]),
+        ],
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 3, 8, 8])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 4, 8, 8])],
+        {
+            "pads": np.array([0, 0, 1, 1, 0, 0, 1, 1], np.int64),
+            "w1": RNG.normal(size=(8, 3, 3, 3)).astype(np.float32),
+            "w2": RNG.normal(size=(4, 8, 1, 1)).astype(np.float32),
+            "g": np.full(8, 1.5, np.float32),
+            "b": np.full(8, 0.1, np.float32),
+            "m": np.full(8, 0.2, np.float32),
+            "v": np.full(8, 0.9, np.float32),
+        },
+    )
+
+
+def run(path, feed):
+    return ort.InferenceSession(str(path)).run(None, feed)[0]
+
+
+def relative_error(found, wanted):
+    return np.sqrt(((found - wanted) ** 2).mean() / (wanted**2).mean())
+
+
+def operators(path):
+    return [node.op_type for node in onnx.load(path).graph.node]
+
+
+def test_dynamic_int8_is_close_and_small(encoder, tmp_path):
+    feed = {"ids": np.arange(1000, dtype=np.int64)}
+    out = tmp_path / "out.onnx"
+    quantise_dynamic(encoder, out)
+    assert out.stat().st_size < encoder.stat().st_size / 3
+    assert "MatMulInteger" in operators(out)
+    kinds = {tensor.name: tensor.data_type for tensor in onnx.load(out).graph.initializer}
+    assert kinds["table_int8"] == TensorProto.INT8
+    assert "table" not in kinds
+    assert relative_error(run(out, feed), run(encoder, feed)) < 0.03
+
+
+def test_a_table_keeps_one_scale_per_row(encoder, tmp_path):
+    """Rows of very different size stay right, which one scale for the whole table would lose."""
+    out = tmp_path / "out.onnx"
+    quantise_dynamic(encoder, out, exclude=["product"])
+    smallest = int(np.abs(TABLE).max(1).argmin())
+    feed = {"ids": np.array([smallest], np.int64)}
+    assert relative_error(run(out, feed), run(encoder, feed)) < 0.02
+
+
+def test_dynamic_int8_that_changes_nothing_is_an_error(tmp_path):
+    source = save(
+        tmp_path / "in.onnx",
+        [helper.make_node("Relu", ["x"], ["y"])],
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [2])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [2])],
+        {},
+    )
+    with pytest.raises(ExportError, match="changed nothing"):
+        quantise_dynamic(source, tmp_path / "out.onnx")
+
+
+def test_fp16_keeps_the_types_outside(encoder, tmp_path):
+    feed = {"ids": np.arange(100, dtype=np.int64)}
+    out = tmp_path / "out.onnx"
+    to_float16(encoder, out)
+    assert out.stat().st_size < encoder.stat().st_size * 0.55
+    found = run(out, feed)
+    assert found.dtype == np.float32
+    assert relative_error(found, run(encoder, feed)) < 2e-3
+
+
+def test_folding_keeps_the_values_and_drops_pad_and_norm(network, tmp_path):
+    out = tmp_path / "out.onnx"
+    fold_constants(network, out)
+    assert {"Pad", "BatchNormalization"}.isdisjoint(operators(out))
+    feed = {"x": RNG.normal(size=(1, 3, 8, 8)).astype(np.float32)}
+    np.testing.assert_allclose(run(out, feed), run(network, feed), rtol=1e-4, atol=1e-4)
+    assert {entry.domain for entry in onnx.load(out).opset_import} == {""}
+    assert onnx.load(out).ir_version == 8
+
+
+def test_static_int8_is_close_and_leaves_the_first_convolutions(network, tmp_path):
+    folded, out = tmp_path / "folded.onnx", tmp_path / "out.onnx"
+    fold_constants(network, folded)
+    feeds = [{"x": RNG.normal(size=(1, 3, 8, 8)).astype(np.float32)} for _ in range(8)]
+    quantise_static(folded, out, feeds, fp32_convolutions=1)
+    kinds = {tensor.name: tensor.data_type for tensor in onnx.load(out).graph.initializer}
+    assert kinds["w2_quantized"] == TensorProto.INT8
+    assert "w1_quantized" not in kinds
+    scales = {tensor.name: list(tensor.dims) for tensor in onnx.load(out).graph.initializer}
+    assert scales["w2_scale"] == [4]
+    assert relative_error(run(out, feeds[0]), run(network, feeds[0])) < 0.05
+
+
+def test_static_int8_without_feeds_is_one_sentence(network, tmp_path):
+    with pytest.raises(ExportError, match="Writing static int8 failed"):
+        quantise_static(network, tmp_path / "out.onnx", [])
+
+
+def test_renaming_an_output_that_is_taken_inside(encoder, tmp_path):
+    feed = {"ids": np.arange(3, dtype=np.int64)}
+    wanted = run(encoder, feed)
+    rename_output(encoder, "out", "rows")
+    session = ort.InferenceSession(str(encoder))
+    assert [value.name for value in session.get_outputs()] == ["rows"]
+    np.testing.assert_array_equal(session.run(None, feed)[0], wanted)

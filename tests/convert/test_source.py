@@ -1,0 +1,148 @@
+"""Opening sources: what is accepted, and one clear sentence for each kind of broken input."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edge_convert.convert.source import detect_task, open_source
+from edge_convert.runtime.errors import SourceError, UnsupportedModelError
+
+
+def write_safetensors(path: Path, *, cut: int = 0) -> None:
+    header = json.dumps({"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}).encode()
+    content = struct.pack("<Q", len(header)) + header + bytes(16)
+    path.write_bytes(content[: len(content) - cut])
+
+
+def write_folder(folder: Path, architecture: str = "LlamaForCausalLM", *, cut: int = 0) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"architectures": [architecture], "model_type": "llama"}))
+    write_safetensors(folder / "model.safetensors", cut=cut)
+    return folder
+
+
+def test_folder_is_opened_and_hashed(tmp_path: Path) -> None:
+    source = open_source(str(write_folder(tmp_path / "tiny")))
+    assert (source.kind, source.name, detect_task(source)) == ("huggingface", "tiny", "text-generation")
+    other = open_source(str(write_folder(tmp_path / "other", "Qwen3ForCausalLM")))
+    assert source.sha256 != other.sha256
+
+
+def test_missing_folder(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="does not exist"):
+        open_source(str(tmp_path / "nowhere"))
+
+
+def test_empty_folder(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="is empty"):
+        open_source(str(tmp_path))
+
+
+def test_config_without_weights(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "tiny")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(SourceError, match=r"no .*safetensors weights"):
+        open_source(str(folder))
+
+
+@pytest.mark.parametrize("cut", [1, 16, 40, 200], ids=["last byte", "all data", "in header", "everything"])
+def test_truncated_safetensors(tmp_path: Path, cut: int) -> None:
+    with pytest.raises(SourceError, match=r"truncated|not a whole"):
+        open_source(str(write_folder(tmp_path / "tiny", cut=cut)))
+
+
+def test_config_that_is_not_json(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "tiny")
+    (folder / "config.json").write_text("{")
+    with pytest.raises(SourceError, match="not JSON"):
+        open_source(str(folder))
+
+
+@pytest.mark.parametrize("content", [b"", b"GGUF", b"GGUF\x03\0\0\0" + b"\x01" * 64, b"nope" * 10])
+def test_broken_gguf(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(content)
+    with pytest.raises(SourceError):
+        open_source(str(path))
+
+
+def write_gguf(path: Path) -> None:
+    from gguf import GGUFWriter
+
+    writer = GGUFWriter(path, "llama")
+    writer.add_tensor("token_embd.weight", np.ones((64, 64), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_truncated_gguf(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(path)
+    assert open_source(str(path)).config["model_type"] == "llama"
+    path.write_bytes(path.read_bytes()[:-1000])
+    with pytest.raises(SourceError, match="truncated"):
+        open_source(str(path))
+
+
+def test_unknown_architecture_lists_what_was_found(tmp_path: Path) -> None:
+    source = open_source(str(write_folder(tmp_path / "odd", "FrobnicatorForTelepathy")))
+    with pytest.raises(UnsupportedModelError, match=r"FrobnicatorForTelepathy.*text-generation"):
+        detect_task(source)
+
+
+def test_hub_id_without_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def unreachable(*_: object, **__: object) -> str:
+        raise LocalEntryNotFoundError("no connection")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SourceError, match=r"could not be fetched from the hub.*network"):
+        open_source("some-org/some-model")
+
+
+def test_onnx_with_external_data_outside_its_folder(tmp_path: Path) -> None:
+    import onnx
+    from onnx import TensorProto, helper
+
+    weight = TensorProto(name="w", data_type=TensorProto.FLOAT, dims=[4], data_location=TensorProto.EXTERNAL)
+    weight.external_data.add(key="location", value="../secret.bin")
+    node = helper.make_node("Add", ["x", "w"], ["y"])
+    value = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [4]) for name in ("x", "y")]
+    graph = helper.make_graph([node], "g", value[:1], value[1:], [weight])
+    (tmp_path / "in").mkdir()
+    (tmp_path / "secret.bin").write_bytes(bytes(16))
+    path = tmp_path / "in" / "model.onnx"
+    path.write_bytes(helper.make_model(graph).SerializeToString())
+    assert onnx.load(path, load_external_data=False).graph.node
+    with pytest.raises(SourceError, match="outside its folder"):
+        open_source(str(path))
+
+
+def test_onnx_that_is_not_a_model(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    path.write_bytes(b"not protobuf at all")
+    with pytest.raises(SourceError, match="not an ONNX model"):
+        open_source(str(path))
+
+
+def test_file_of_unknown_kind(tmp_path: Path) -> None:
+    path = tmp_path / "model.bin"
+    path.write_bytes(b"x")
+    with pytest.raises(SourceError, match="no known kind"):
+        open_source(str(path))
+
+
+@pytest.mark.parametrize("text", ["no_such_module_x:build", "json:no_such_factory", "missing.py:build"])
+def test_factory_that_does_not_exist(text: str) -> None:
+    with pytest.raises(SourceError):
+        open_source(text)

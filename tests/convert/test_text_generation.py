@@ -1,0 +1,353 @@
+"""The decoder recipe: every exported graph computes what transformers computes, in every family and precision."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    FalconConfig,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from edge_convert.convert.decoder_quantize import dequantise_rows, quantise_rows
+from edge_convert.convert.recipe import Exported, Request
+from edge_convert.convert.recipes.text_generation import RECIPE
+from edge_convert.convert.source import open_source
+from edge_convert.runtime.device import load_profile
+from edge_convert.runtime.errors import ExportError, UnsupportedModelError
+from tests.assets import smollm2_gguf
+
+VOCAB = 300
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+# A rotary base far from the 10000 that readers of the older config form fall back to.
+ROPE = {"rope_type": "default", "rope_theta": 500_000.0}
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "llama": lambda: LlamaConfig(**SIZES, tie_word_embeddings=True, rope_parameters=ROPE),
+    "llama-untied": lambda: LlamaConfig(**SIZES, tie_word_embeddings=False, rope_parameters=ROPE),
+    "qwen2": lambda: Qwen2Config(**SIZES, tie_word_embeddings=True, rope_parameters=ROPE),
+    "qwen3": lambda: Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=True, rope_parameters=ROPE),
+    "mistral": lambda: MistralConfig(**SIZES, sliding_window=None, rope_parameters=ROPE),
+    "mistral-sliding": lambda: MistralConfig(**SIZES, sliding_window=8, rope_parameters=ROPE),
+    "phi3": lambda: Phi3Config(**SIZES, original_max_position_embeddings=128, rope_parameters=ROPE),
+    "phi3-sliding": lambda: Phi3Config(
+        **SIZES, sliding_window=8, original_max_position_embeddings=128, rope_parameters=ROPE
+    ),
+    "gemma3": lambda: Gemma3TextConfig(
+        **SIZES, head_dim=32, sliding_window=8, layer_types=["sliding_attention", "full_attention"]
+    ),
+}
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# fp32 on both sides, logits of order 1: what is left is the order of summation over a few hundred terms.
+FP32_TOLERANCE = 2e-5
+
+
+def save_tokenizer(folder: Path, *, template: str | None = TEMPLATE) -> None:
+    """A byte-level tokenizer without merges, with ChatML's special tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    special = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+    vocabulary = {token: index for index, token in enumerate([*special, *alphabet])}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(special)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>", chat_template=template
+    )
+    tokenizer.save_pretrained(folder)
+
+
+def save_model(folder: Path, config: Any, **options: Any) -> Path:
+    """A random model of `config` with weights large enough to matter, and its tokenizer."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                parameter.normal_(0.5 if "norm" in name else 0.0, 0.3)
+            else:
+                parameter.normal_(0.0, 0.1)
+    model.save_pretrained(folder)
+    save_tokenizer(folder, **options)
+    return folder
+
+
+def request_for(folder: Path, precision: str = "fp32", *, target: str = "cpu", context: int | None = None) -> Request:
+    """The request that the pipeline would make, without progress."""
+    return Request(open_source(str(folder)), load_profile(target), precision, context, None, lambda _: None)
+
+
+def convert(request: Request, folder: Path) -> Exported:
+    """Export and quantise into new folders below `folder`."""
+    places = [folder / "export", folder / "quantise"]
+    for place in places:
+        place.mkdir(parents=True)
+    return RECIPE.quantise(request, RECIPE.export(request, places[0]), places[1])["decoder"]
+
+
+def run(graph: Exported, ids: np.ndarray, *, positions: list[int] | None = None, split: int = 0) -> np.ndarray:
+    """Logits of `positions` (all), in one run, or in two with the cache carried over after `split` tokens."""
+    session = ort.InferenceSession(str(graph.path), providers=["CPUExecutionProvider"])
+    assert graph.cache is not None
+    shape = (1, graph.cache.kv_heads, 0, graph.cache.head_dim)
+    past = {name: np.zeros(shape, graph.cache.dtype) for name in graph.cache.past}
+    parts, done = [], 0
+    for chunk in (ids[:split], ids[split:]) if split else (ids,):
+        kept = list(range(len(chunk))) if positions is None else positions
+        done += len(chunk)
+        feed = {"input_ids": chunk[None], "attention_mask": np.ones((1, done), np.int64), **past}
+        feed["logits_positions"] = np.array(kept, np.int64)
+        logits, *present = session.run(["logits", *graph.cache.present], feed)
+        past = dict(zip(graph.cache.past, present, strict=True))
+        parts.append(logits[0])
+    return np.concatenate(parts).astype(np.float32)
+
+
+def prompt(length: int = 24) -> np.ndarray:
+    """Random token ids, longer than the sliding windows above."""
+    return np.random.default_rng(1).integers(5, VOCAB, length, dtype=np.int64)
+
+
+def constants(path: Path) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every initializer."""
+    graph = onnx.load(path, load_external_data=False).graph
+    return {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("source") / "llama", FAMILIES["llama"]())
+
+
+@pytest.fixture(scope="module")
+def llama_graphs(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Exported]:
+    folder = tmp_path_factory.mktemp("graphs")
+    return {name: convert(request_for(llama, name), folder / name) for name in ("fp32", "fp16", "int8", "int4")}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fp32_graph_equals_transformers(family: str, tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", FAMILIES[family]())
+    request = request_for(folder)
+    graph = convert(request, tmp_path)
+    ids = prompt()
+    expected = RECIPE.reference(request).logits(ids)
+    bound = FP32_TOLERANCE * max(1.0, float(np.abs(expected).max()))
+    assert np.std(expected) > 0.1, "a model without an opinion proves nothing"
+    np.testing.assert_allclose(run(graph, ids), expected, rtol=0, atol=bound)
+    np.testing.assert_allclose(run(graph, ids, split=13), expected, rtol=0, atol=bound)
+
+
+def test_logits_positions_pick_rows(llama_graphs: dict[str, Exported]) -> None:
+    ids = prompt()
+    everything = run(llama_graphs["fp32"], ids)
+    picked = run(llama_graphs["fp32"], ids, positions=[23, 4])
+    assert picked.shape == (2, VOCAB)
+    np.testing.assert_allclose(picked, everything[[23, 4]], rtol=0, atol=FP32_TOLERANCE)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "int8", "int4"])
+def test_graph_has_the_contract(precision: str, llama_graphs: dict[str, Exported]) -> None:
+    graph = llama_graphs[precision]
+    model = onnx.load(graph.path, load_external_data=False)
+    assert model.ir_version <= 10
+    assert {entry.domain: entry.version for entry in model.opset_import} == {"": 21, "com.microsoft": 1}
+    assert graph.cache is not None
+    inputs = {value.name for value in model.graph.input}
+    assert inputs == {"input_ids", "attention_mask", "logits_positions", *graph.cache.past}
+    assert model.graph.output[0].name == "logits"
+    assert {value.name for value in model.graph.output} == {"logits", *graph.cache.present}
+    past = next(value for value in model.graph.input if value.name == graph.cache.past[0])
+    assert [dim.dim_value for dim in past.type.tensor_type.shape.dim] == [0, 2, 0, 16]
+    assert (graph.cache.kv_heads, graph.cache.head_dim, graph.cache.max_length) == (2, 16, 128)
+    for node in model.graph.node:
+        assert not node.input or node.input[-1], f"{node.name} ends with an empty input"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "int8", "int4"])
+def test_tied_embedding_is_stored_once(precision: str, llama_graphs: dict[str, Exported]) -> None:
+    size = VOCAB * SIZES["hidden_size"]
+    tables = [name for name, shape in constants(llama_graphs[precision].path).items() if np.prod(shape) == size]
+    assert len(tables) == 1, tables
+
+
+@pytest.mark.parametrize(("precision", "bound"), [("fp16", 0.01), ("int8", 0.05), ("int4", 0.5)])
+def test_lower_precisions_stay_near(
+    precision: str, bound: float, llama: Path, llama_graphs: dict[str, Exported]
+) -> None:
+    ids = prompt()
+    expected = RECIPE.reference(request_for(llama)).logits(ids)
+    error = run(llama_graphs[precision], ids) - expected
+    relative = float(np.sqrt(np.mean(error**2)) / np.std(expected))
+    assert 0 < relative < bound
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_quantised_linear_layers_and_nothing_else(precision: str, llama_graphs: dict[str, Exported]) -> None:
+    model = onnx.load(llama_graphs[precision].path, load_external_data=False)
+    bits = {
+        node.name: next(item.i for item in node.attribute if item.name == "bits")
+        for node in model.graph.node
+        if node.op_type == "MatMulNBits"
+    }
+    assert bits.pop("/lm_head/MatMul") == 8
+    assert set(bits.values()) == {int(precision[3:])}
+    assert len(bits) == 2 * 4  # layers times (qkv, output, gate and up, down)
+    assert not [node.name for node in model.graph.node if node.op_type in ("MatMul", "FusedMatMul")]
+
+
+def test_untied_model_keeps_two_tables_in_int8(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", FAMILIES["llama-untied"]())
+    request = request_for(folder, "int8")
+    ids = prompt()
+    expected = RECIPE.reference(request).logits(ids)
+    error = run(convert(request, tmp_path), ids) - expected
+    assert float(np.sqrt(np.mean(error**2)) / np.std(expected)) < 0.05
+
+
+def test_hidden_size_that_no_block_divides(tmp_path: Path) -> None:
+    config = LlamaConfig(**{**SIZES, "hidden_size": 40, "head_dim": 16}, tie_word_embeddings=True)
+    request = request_for(save_model(tmp_path / "model", config), "int8")
+    ids = prompt()
+    expected = RECIPE.reference(request).logits(ids)
+    error = run(convert(request, tmp_path), ids) - expected
+    assert float(np.sqrt(np.mean(error**2)) / np.std(expected)) < 0.05
+
+
+@pytest.mark.parametrize(("bits", "steps"), [(8, 127), (4, 15)])
+@pytest.mark.parametrize("columns", [32, 50, 96])
+def test_quantised_rows_are_within_half_a_step(bits: int, steps: int, columns: int) -> None:
+    weights = np.random.default_rng(0).normal(size=(7, columns)).astype(np.float32)
+    weights[3] = 0
+    blocks = quantise_rows(weights, bits, 32)
+    back = dequantise_rows(blocks, columns)
+    assert back.shape == weights.shape
+    span = np.abs(weights).max() * (1 if bits == 8 else 2)
+    # Symmetric 8 bits rounds to half a step; 4 bits may draw the range in by a fifth and move the zero point.
+    assert np.abs(back - weights).max() <= span / steps * (0.5 if bits == 8 else 4)
+    assert np.sqrt(np.mean((back - weights) ** 2)) <= span / steps / 2
+    assert not back[3].any()
+
+
+def test_context_caps_cache_and_rotary_tables(llama: Path, tmp_path: Path) -> None:
+    graph = convert(request_for(llama, context=40), tmp_path)
+    assert graph.cache is not None
+    assert graph.cache.max_length == 40
+    assert constants(graph.path)["cos_cache"][0] == 40
+    with pytest.raises(ExportError, match="128"):
+        RECIPE.package(request_for(llama, context=4096), tmp_path)
+
+
+def test_package_writes_tokenizer_template_and_stop_ids(llama: Path, tmp_path: Path) -> None:
+    request = request_for(llama)
+    processing = RECIPE.package(request, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["chat_template.jinja", "tokenizer.json"]
+    assert (tmp_path / "chat_template.jinja").read_text("utf-8") == TEMPLATE
+    assert processing["eos_token_ids"] == [2, 4]  # </s> of the config and <|im_end|> of the template
+    assert (processing["bos_token"], processing["bos_token_id"], processing["context_length"]) == ("<s>", 1, 128)
+    text = "Turn left, then wait 3 s. Ünïcode ☃"
+    ids = Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode(text).ids
+    reference = RECIPE.reference(request)
+    assert ids == reference.tokenize(text)
+    assert reference.render([{"role": "user", "content": "hi"}]) == (
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_model_without_chat_template(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", FAMILIES["llama"](), template=None)
+    (tmp_path / "out").mkdir()
+    processing = RECIPE.package(request_for(folder), tmp_path / "out")
+    assert processing["chat_template"] is None
+    assert processing["eos_token_ids"] == [2]
+    assert RECIPE.reference(request_for(folder)).render([{"role": "user", "content": "hi"}]) is None
+
+
+def test_unknown_architecture_is_named(tmp_path: Path) -> None:
+    config = FalconConfig(vocab_size=VOCAB, hidden_size=64, num_hidden_layers=1, num_attention_heads=4)
+    folder = save_model(tmp_path / "model", config)
+    with pytest.raises(UnsupportedModelError, match="FalconForCausalLM"):
+        RECIPE.export(request_for(folder), tmp_path)
+
+
+def test_other_kinds_of_source_are_refused(llama: Path, tmp_path: Path) -> None:
+    request = request_for(llama)
+    request = dataclasses.replace(request, source=dataclasses.replace(request.source, kind="onnx"))
+    with pytest.raises(UnsupportedModelError, match="onnx"):
+        RECIPE.export(request, tmp_path)
+
+
+def test_fp16_for_cuda_has_a_half_cache(llama: Path, tmp_path: Path) -> None:
+    graph = convert(request_for(llama, "fp16", target="cuda"), tmp_path)
+    assert graph.cache is not None
+    assert graph.cache.dtype == "float16"
+    ids = prompt()
+    expected = RECIPE.reference(request_for(llama)).logits(ids)
+    error = run(graph, ids) - expected
+    assert float(np.sqrt(np.mean(error**2)) / np.std(expected)) < 0.02
+
+
+@pytest.mark.real
+def test_smollm2_from_gguf(tmp_path: Path) -> None:
+    """The real model: fp32 equals torch to rounding; int8 is 4 times smaller, near in KL and in first choices."""
+    request = Request(open_source(str(smollm2_gguf())), load_profile("cpu"), "int8", None, None, lambda _: None)
+    for name in ("export", "quantise"):
+        (tmp_path / name).mkdir()
+    exported = RECIPE.export(request, tmp_path / "export")
+    quantised = RECIPE.quantise(request, exported, tmp_path / "quantise")["decoder"]
+    assert sum(path.stat().st_size for path in (tmp_path / "quantise").iterdir()) < 160e6
+    reference = RECIPE.reference(request)
+    ids = np.array(reference.tokenize(" ".join(PASSAGES)), np.int64)
+    expected = log_softmax(reference.logits(ids))
+    assert divergence(expected, log_softmax(run(exported["decoder"], ids))) < 1e-6
+    found = log_softmax(run(quantised, ids))
+    assert divergence(expected, found) < 0.01
+    assert np.mean(expected.argmax(-1) == found.argmax(-1)) >= 0.9
+
+
+PASSAGES = (
+    "A quadcopter keeps its place by changing the speed of four motors many times a second.",
+    "When the battery falls below a fifth of its charge, the vehicle returns to the point where it took off.",
+    "The recipe asks for two eggs, a cup of flour and a little salt; mix them slowly and let the dough rest.",
+)
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """Log-probabilities float64 (S, V)."""
+    shifted = logits.astype(np.float64) - logits.max(-1, keepdims=True)
+    result: np.ndarray = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    return result
+
+
+def divergence(expected: np.ndarray, found: np.ndarray) -> float:
+    """Mean KL(expected || found) in nats."""
+    return float((np.exp(expected) * (expected - found)).sum(-1).mean())

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from edge_convert.runtime.errors import ManifestError
+from edge_convert.runtime.manifest import (
+    CacheSpec,
+    FileSpec,
+    GraphSpec,
+    Manifest,
+    SourceSpec,
+    TensorSpec,
+    check_file_name,
+)
+
+
+def example() -> Manifest:
+    cache = CacheSpec(("past.0",), ("present.0",), kv_heads=3, head_dim=64, max_length=2048)
+    graph = GraphSpec(
+        file="decoder.onnx",
+        inputs=(TensorSpec("input_ids", "int64", ("batch", "sequence")),),
+        outputs=(TensorSpec("logits", "float32", ("batch", 1, 7)),),
+        ir_version=10,
+        opsets={"": 21, "com.microsoft": 1},
+        node_counts={"MatMul": 2},
+        initializer_bytes={"float32": 16},
+        cache=cache,
+    )
+    return Manifest(
+        task="text-generation",
+        target="cpu",
+        precision="fp32",
+        source=SourceSpec("huggingface", "someone/model", "ab" * 32),
+        graphs={"decoder": graph},
+        processing={"tokenizer": "tokenizer.json", "eos_token_ids": [1, 2], "bos_token": None},
+        files={"decoder.onnx": FileSpec(3, "0" * 64), "data/tokenizer.json": FileSpec(0, "f" * 64)},
+        tools={"onnx": "1.23"},
+        created="2026-01-01T00:00:00Z",
+    )
+
+
+def changed(where: list[str | int], value: Any) -> str:
+    content = json.loads(example().to_json())
+    place = content
+    for key in where[:-1]:
+        place = place[key]
+    place[where[-1]] = value
+    return json.dumps(content)
+
+
+def test_round_trip_is_equal() -> None:
+    assert Manifest.from_json(example().to_json()) == example()
+
+
+def test_text_beyond_ascii_survives() -> None:
+    text = changed(["source", "name"], "模型 é")
+    again = Manifest.from_json(text)
+    assert again.source.name == "模型 é"
+    assert "模型" in again.to_json()
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "message"),
+    [
+        (["colour"], "red", "unknown key 'colour'"),
+        (["graphs", "decoder", "colour"], "red", "unknown key 'colour'"),
+        (["graphs", "decoder", "cache", "colour"], 1, "unknown key 'colour'"),
+        (["source", "path"], "/home", "unknown key 'path'"),
+        (["task"], "chess", "unknown task 'chess'"),
+        (["precision"], "fp8", "unknown precision 'fp8'"),
+        (["schema_version"], 2, "schema version 2"),
+        (["target"], 5, "manifest.target"),
+        (["warnings"], "text", "manifest.warnings"),
+        (["warnings"], [1], r"warnings\[0\]"),
+        (["graphs", "decoder", "ir_version"], "10", "ir_version"),
+        (["graphs", "decoder", "ir_version"], True, "ir_version"),
+        (["graphs", "decoder", "inputs", 0, "dtype"], "float33", "'float33'"),
+        (["graphs", "decoder", "inputs", 0, "shape"], [1.5], "shape"),
+        (["graphs", "decoder", "file"], "other.onnx", "not among the files"),
+        (["graphs", "decoder", "cache", "past"], [], "as many past"),
+        (["graphs", "decoder", "cache", "head_dim"], 0, "positive"),
+        (["files", "decoder.onnx", "size"], -1, "size"),
+        (["files", "decoder.onnx", "sha256"], "F" * 64, "SHA-256"),
+        (["files", "../evil"], {"size": 1, "sha256": "0" * 64}, "'../evil'"),
+        (["files"], None, "manifest.files"),
+    ],
+)
+def test_what_the_schema_does_not_have_is_refused(where: list[str | int], value: Any, message: str) -> None:
+    with pytest.raises(ManifestError, match=message):
+        Manifest.from_json(changed(where, value))
+
+
+@pytest.mark.parametrize("key", ["task", "target", "files", "graphs", "schema_version", "source"])
+def test_a_missing_key_is_named(key: str) -> None:
+    content = json.loads(example().to_json())
+    del content[key]
+    with pytest.raises(ManifestError, match=key):
+        Manifest.from_json(json.dumps(content))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", "null", "[" * 100_000, '"text"'])
+def test_other_json_is_refused(text: str) -> None:
+    with pytest.raises(ManifestError):
+        Manifest.from_json(text)
+
+
+@pytest.mark.parametrize("name", ["a", "a.onnx", "sub/a.json", ".hidden", "a b.txt", "é.txt", "..a"])
+def test_plain_file_names(name: str) -> None:
+    assert check_file_name(name) == name
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "", ".", "..", "../a", "a/../b", "/a", "a//b", "a/", "./a", "a\\b", "C:a", "a\0b", "manifest.json", " a",
+        "a ", "sub/ a", "a\n", "a\x1b[0m",
+    ],
+)  # fmt: skip
+def test_other_file_names_are_refused(name: str) -> None:
+    with pytest.raises(ManifestError):
+        check_file_name(name)

@@ -1,0 +1,225 @@
+"""What really works on this machine: providers proven by running a graph, versions, processors, memory.
+
+Runs on the device side: needs neither torch nor onnx.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_PACKAGES = (
+    "numpy", "tokenizers", "jinja2", "pillow", "pyyaml", "click", "rich",
+    "torch", "transformers", "optimum", "onnx", "onnxscript", "onnxruntime-genai", "gguf",
+)  # fmt: skip
+_RUNTIMES = ("onnxruntime", "ort-nightly")
+_NOT_RUNTIMES = ("onnxruntime-genai", "onnxruntime-extensions", "onnxruntime-tools")
+
+
+def _field(number: int, payload: bytes) -> bytes:
+    """One length-delimited protobuf field; number < 16 and fewer than 128 bytes of payload."""
+    return bytes([number << 3 | 2, len(payload)]) + payload
+
+
+def one_node_graph() -> bytes:
+    """An ONNX model `y = x + x`, x and y float32 (2,), IR 8, opset 13, as serialized protobuf.
+
+    Written by hand from the field numbers of the public schema (onnx.proto), because the device side has no
+    onnx package: ModelProto ir_version=1, graph=7, opset_import=8; GraphProto node=1, name=2, input=11,
+    output=12; NodeProto input=1, output=2, op_type=4; ValueInfoProto name=1, type=2.
+    """
+    dimension = _field(1, b"\x08\x02")  # TensorShapeProto.dim { dim_value: 2 }
+    tensor = b"\x08\x01" + _field(2, dimension)  # elem_type: FLOAT, shape
+    kind = _field(1, tensor)  # TypeProto.tensor_type
+    node = _field(1, b"x") + _field(1, b"x") + _field(2, b"y") + _field(4, b"Add")
+    graph = _field(1, node) + _field(2, b"g")
+    graph += _field(11, _field(1, b"x") + _field(2, kind)) + _field(12, _field(1, b"y") + _field(2, kind))
+    return b"\x08\x08" + _field(7, graph) + _field(8, b"\x10\x0d")
+
+
+@dataclass(frozen=True, slots=True)
+class ProviderCheck:
+    """Whether one execution provider ran a graph here, and what was seen."""
+
+    name: str
+    works: bool
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """All that `doctor` found; memory in MB (2**20 bytes)."""
+
+    edge_convert: str
+    python: str
+    platform: str
+    packages: dict[str, str]
+    onnxruntime: str | None
+    onnxruntime_distributions: tuple[str, ...]
+    cpus: dict[str, Any]
+    memory_mb: dict[str, int]
+    jetson: str | None
+    providers: tuple[ProviderCheck, ...]
+    targets: dict[str, bool]
+    problems: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """A plain dict for JSON."""
+        return dataclasses.asdict(self)
+
+
+def examine() -> Findings:
+    """Look at this machine; runs one tiny graph per compiled-in execution provider."""
+    import edge_convert
+
+    runtimes = runtime_distributions()
+    version, checks = _providers()
+    problems = []
+    if version is None:
+        problems.append("onnxruntime cannot be imported. Run: pip install 'edge-convert[cpu]' (or [gpu], never both).")
+    elif not any(check.works for check in checks):
+        problems.append("No execution provider could run a graph. Reinstall onnxruntime.")
+    if len(runtimes) > 1:
+        problems.append(
+            f"{' and '.join(runtimes)} are installed together and overwrite each other's files. "
+            "Uninstall all of them, then install exactly one."
+        )
+    if sys.maxsize < 2**32:
+        problems.append("This Python is 32-bit; onnxruntime needs a 64-bit one.")
+    return Findings(
+        edge_convert=edge_convert.__version__,
+        python=platform.python_version(),
+        platform=platform.platform(),
+        packages={name: found for name in _PACKAGES if (found := _version(name))},
+        onnxruntime=version,
+        onnxruntime_distributions=runtimes,
+        cpus=_cpus(),
+        memory_mb=_memory(),
+        jetson=_first_line(Path("/etc/nv_tegra_release")),
+        providers=checks,
+        targets=_targets(checks),
+        problems=tuple(problems),
+    )
+
+
+def runtime_distributions() -> tuple[str, ...]:
+    """Installed distributions that bring the import package `onnxruntime`, as `name version`."""
+    found = set()
+    for item in metadata.distributions():
+        name = str(item.metadata["Name"] or "").lower().replace("_", "-")
+        if name.startswith(_RUNTIMES) and not name.startswith(_NOT_RUNTIMES):
+            found.add(f"{name} {item.version}")
+    return tuple(sorted(found))
+
+
+def check_provider(name: str) -> ProviderCheck:
+    """Run one node on the provider `name` with fallback to the CPU switched off."""
+    import numpy as np
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    options.intra_op_num_threads = 1
+    if name != "CPUExecutionProvider":
+        options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+    try:
+        session = ort.InferenceSession(one_node_graph(), options, providers=[name])
+        if name not in session.get_providers():
+            return ProviderCheck(name, False, f"fell back to {', '.join(session.get_providers())}")
+        result = session.run(None, {"x": np.array([1.5, -2.0], np.float32)})[0]
+    except Exception as error:  # noqa: BLE001 - a provider may fail in any way; that is the finding
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        idle = "fallback to CPU EP has been explicitly disabled" in str(error)
+        return ProviderCheck(name, False, "runs no node; all would fall back to the CPU" if idle else lines[0][:200])
+    if not np.array_equal(result, np.array([3.0, -4.0], np.float32)):
+        return ProviderCheck(name, False, f"computed {result.tolist()} instead of [3.0, -4.0]")
+    return ProviderCheck(name, True, "ran a graph")
+
+
+def tables(findings: Findings) -> list[Table]:
+    """The findings as rich tables."""
+    from rich.table import Table
+
+    machine = Table(title="Machine", show_header=False)
+    rows = {"edge-convert": findings.edge_convert, "Python": findings.python, "platform": findings.platform}
+    rows |= {"Jetson": findings.jetson} if findings.jetson else {}
+    rows |= {name: str(value) for name, value in findings.cpus.items()}
+    rows |= {f"memory {name}": f"{value} MB" for name, value in findings.memory_mb.items()}
+    rows["onnxruntime"] = findings.onnxruntime or "not installed"
+    rows["installed as"] = ", ".join(findings.onnxruntime_distributions) or "-"
+    for name, value in (rows | findings.packages).items():
+        machine.add_row(name, value)
+    providers = Table("provider", "works", "detail", title="Execution providers")
+    for check in findings.providers:
+        providers.add_row(check.name, "yes" if check.works else "no", check.detail)
+    targets = Table("target", "can run here", title="Targets")
+    for name, usable in findings.targets.items():
+        targets.add_row(name, "yes" if usable else "no")
+    return [machine, providers, targets]
+
+
+def _providers() -> tuple[str | None, tuple[ProviderCheck, ...]]:
+    try:
+        import onnxruntime as ort
+    except ImportError:
+        return None, ()
+    return str(ort.__version__), tuple(check_provider(name) for name in ort.get_available_providers())
+
+
+def _targets(checks: tuple[ProviderCheck, ...]) -> dict[str, bool]:
+    from edge_convert.runtime.device import load_profiles
+
+    working = {check.name for check in checks if check.works}
+    return {name: profile.providers[0].name in working for name, profile in load_profiles().items()}
+
+
+def _cpus() -> dict[str, Any]:
+    from edge_convert.runtime.threads import available_cpus
+
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    quota = _first_line(Path("/sys/fs/cgroup/cpu.max")) or _first_line(Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"))
+    return {
+        "processors": os.cpu_count(),
+        "affinity": affinity,
+        "cgroup quota": "none" if quota is None or quota.startswith(("-1", "max")) else quota,
+        "threads used": available_cpus(),
+        "machine": platform.machine(),
+    }
+
+
+def _memory() -> dict[str, int]:
+    found: dict[str, int] = {}
+    names = {"MemTotal:": "total", "MemAvailable:": "available"}
+    path = Path("/proc/meminfo")
+    for line in path.read_text(encoding="ascii").splitlines() if path.is_file() else ():
+        parts = line.split()
+        if parts and parts[0] in names:
+            found[names[parts[0]]] = int(parts[1]) // 1024
+    limit = _first_line(Path("/sys/fs/cgroup/memory.max"))
+    if limit and limit.isdigit():
+        found["cgroup limit"] = int(limit) // 2**20
+    return found
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _first_line(path: Path) -> str | None:
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return None
+    return lines[0].strip() if lines else None
