@@ -53,7 +53,8 @@ def new_value(name: str, tensor: ir.TensorProtocol | None = None) -> ir.Value:
 
     if tensor is None:
         return ir.Value(name=name)
-    return ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(tensor.shape), const_value=tensor)
+    dims: Any = tensor.shape
+    return ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(dims), const_value=tensor)
 
 
 def share_embedding(model: ir.Model) -> bool:
@@ -72,7 +73,7 @@ def share_embedding(model: ir.Model) -> bool:
     if not transposes:
         return False
     source = weight.const_value
-    rows, columns = source.shape[1], source.shape[0]
+    columns, rows = source.numpy().shape
     table = new_value(
         "model.embed_tokens.weight",
         ir.LazyTensor(
@@ -171,7 +172,7 @@ def trim_rotary(model: ir.Model, rows: int) -> None:
 
     for name, value in list(model.graph.initializers.items()):
         tensor = value.const_value
-        if not name.startswith(("cos_cache", "sin_cache")) or tensor is None or tensor.shape[0] <= rows:
+        if not name.startswith(("cos_cache", "sin_cache")) or tensor is None or tensor.numpy().shape[0] <= rows:
             continue
         cut = ir.Tensor(np.ascontiguousarray(tensor.numpy()[:rows]), dtype=tensor.dtype, name=name)
         value.const_value, value.shape = cut, ir.Shape(cut.shape)

@@ -29,10 +29,14 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class WeightPlan:
-    """Bits and block sizes: `bits` for linear layers, always 8 for the embedding and the head."""
+    """Bits and block sizes: `bits` for linear layers, always 8 for the embedding and the head.
+
+    `gate_block` is for the gate and up projections, which are the largest and bear coarse blocks best.
+    """
 
     bits: int
     block: int
+    gate_block: int
     table_block: int
     accuracy_level: int
 
@@ -61,9 +65,7 @@ def quantise_graph(model: ir.Model, plan: WeightPlan) -> int:
         if weight is None or weight.const_value is None or len(weight.const_value.shape) != 2:
             continue
         rows = np.ascontiguousarray(weight.const_value.numpy().T, dtype=np.float32)
-        bits, block = (8, plan.table_block) if node is head else (plan.bits, plan.block)
-        import os
-        if bits==4 and os.environ.get('EXP') and os.environ['EXP'] in node.name: block=64
+        bits, block = (8, plan.table_block) if node is head else (plan.bits, _block(node, plan))
         replace_node(
             model, node, _matmul(model, node, str(weight.name), quantise_rows(rows, bits, block), rows.shape, plan)
         )
@@ -71,6 +73,11 @@ def quantise_graph(model: ir.Model, plan: WeightPlan) -> int:
         del rows
         drop_unused(model)
     return changed
+
+
+def _block(node: ir.Node, plan: WeightPlan) -> int:
+    name = node.name or ""
+    return plan.gate_block if "/gate_proj/" in name or "/up_proj/" in name or "/gate_up_proj/" in name else plan.block
 
 
 def quantise_rows(weights: Floats, bits: int, block: int) -> Blocks:

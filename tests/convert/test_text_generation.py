@@ -12,6 +12,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 import torch
+from assets import smollm2_gguf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -31,7 +32,6 @@ from edge_convert.convert.recipes.text_generation import RECIPE
 from edge_convert.convert.source import open_source
 from edge_convert.runtime.device import load_profile
 from edge_convert.runtime.errors import ExportError, UnsupportedModelError
-from tests.assets import smollm2_gguf
 
 VOCAB = 300
 SIZES: dict[str, Any] = {
