@@ -146,9 +146,9 @@ def validate(
             progress("loading the original")
             reference = load_reference(source, bundle=opened)
         if calibration is not None:
-            from edge_convert.convert.pipeline import find_images
+            from edge_convert.convert.calibration import judging_images
 
-            images = find_images(calibration)
+            images = judging_images(calibration)
         report = validate_bundle(
             opened, reference, images=images, threads=threads, measure_latency=not no_latency, progress=progress
         )

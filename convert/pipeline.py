@@ -15,19 +15,19 @@ from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 
+from edge_convert.convert.calibration import judging_images
 from edge_convert.convert.recipe import Exported, Progress, Recipe, Request, find_recipe
 from edge_convert.convert.source import Source, detect_task, open_source
 from edge_convert.convert.stamp import read_back, stamp
 from edge_convert.runtime.bundle import Bundle, collect_files, staged, write_manifest
 from edge_convert.runtime.device import DeviceProfile, load_profile
-from edge_convert.runtime.errors import ConversionError, ExportError, MissingExtraError, UnknownNameError, UsageError
+from edge_convert.runtime.errors import ExportError, MissingExtraError, UnknownNameError, UsageError
 from edge_convert.runtime.manifest import PRECISIONS, Manifest, SourceSpec
 from edge_convert.validate.report import Report
 from edge_convert.validate.runner import Reference
 
 log = logging.getLogger(__name__)
 
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 DEFAULT_PRECISION = "int8"
 _TOOLS = ("edge-convert", "torch", "transformers", "onnx", "onnxruntime", "onnxruntime-genai")
 
@@ -67,7 +67,7 @@ def convert(
     _require_host_packages()
     progress("checking the source")
     source = open_source(source_text)
-    recipe = find_recipe(task or detect_task(source))
+    recipe = find_recipe(task or detect_task(source), source.kind)
     if precision not in recipe.precisions:
         raise UsageError(
             f"{recipe.task} models are not converted to {precision}; choose one of: {', '.join(recipe.precisions)}."
@@ -89,16 +89,7 @@ def load_reference(source_text: str, *, bundle: Bundle) -> Reference:
         )
     manifest = bundle.manifest
     request = Request(source, bundle.profile, manifest.precision, None, None, log.info)
-    return find_recipe(manifest.task).reference(request)
-
-
-def find_images(folder: Path | None) -> list[Path]:
-    """The image files directly in `folder`, by name; empty without a folder."""
-    if folder is None:
-        return []
-    if not folder.is_dir():
-        raise ConversionError(f"The calibration folder {folder} does not exist. Give a folder of images or texts.")
-    return sorted(path for path in folder.iterdir() if path.suffix.lower() in IMAGE_SUFFIXES)
+    return find_recipe(manifest.task, source.kind).reference(request)
 
 
 def _build(request: Request, recipe: Recipe, folder: Path, *, validate: bool) -> Report | None:
@@ -106,7 +97,7 @@ def _build(request: Request, recipe: Recipe, folder: Path, *, validate: bool) ->
     from edge_convert.validate.golden import write_golden
     from edge_convert.validate.suites import validate_bundle
 
-    warnings = _warnings(request)
+    warnings = (*_warnings(request), *recipe.warnings(request))
     with tempfile.TemporaryDirectory(prefix=".edge-convert-", dir=folder.parent) as work:
         request.progress("exporting the graph")
         graphs = recipe.export(request, _subfolder(work, "export"))
@@ -119,7 +110,7 @@ def _build(request: Request, recipe: Recipe, folder: Path, *, validate: bool) ->
     processing = recipe.package(request, folder)
     request.progress("loading the original")
     reference = recipe.reference(request)
-    images = find_images(request.calibration) if recipe.task == "image-classification" else []
+    images = judging_images(request.calibration) if recipe.task == "image-classification" else []
     request.progress("writing golden data")
     write_golden(folder, recipe.task, reference, images=images)
     manifest = Manifest(

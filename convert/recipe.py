@@ -10,7 +10,7 @@ from typing import Any
 
 from edge_convert.convert.source import Source
 from edge_convert.runtime.device import DeviceProfile
-from edge_convert.runtime.errors import UnknownNameError
+from edge_convert.runtime.errors import UnknownNameError, UnsupportedModelError
 from edge_convert.runtime.manifest import CacheSpec
 from edge_convert.validate.runner import Reference
 
@@ -41,13 +41,18 @@ class Exported:
     cache: CacheSpec | None = None
 
 
+def no_warnings(_: Request, /) -> tuple[str, ...]:
+    """Nothing to tell."""
+    return ()
+
+
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """The stages of one task; each is a function from values to values.
 
     `export` writes graphs by role into a folder, `quantise` writes them at the asked precision into
     another, `package` writes what the wrapper needs and returns `Manifest.processing`, `reference`
-    loads the original in fp32.
+    loads the original in fp32, `warnings` says what had to be assumed about the source.
     """
 
     task: str
@@ -56,6 +61,7 @@ class Recipe:
     quantise: Callable[[Request, dict[str, Exported], Path], dict[str, Exported]]
     package: Callable[[Request, Path], dict[str, Any]]
     reference: Callable[[Request], Reference]
+    warnings: Callable[[Request], tuple[str, ...]] = no_warnings
 
 
 RECIPES = {
@@ -65,10 +71,25 @@ RECIPES = {
 }
 
 
-def find_recipe(task: str) -> Recipe:
-    """The recipe of `task`; raises UnknownNameError with the supported tasks."""
+ONNX_RECIPES = {
+    "feature-extraction": "edge_convert.convert.recipes.onnx_encoder:FEATURE_EXTRACTION",
+    "image-classification": "edge_convert.convert.recipes.onnx_classifier:IMAGE_CLASSIFICATION",
+}
+
+
+def find_recipe(task: str, kind: str = "huggingface") -> Recipe:
+    """The recipe of `task` for a source of `kind`.
+
+    Raises UnknownNameError with the supported tasks, UnsupportedModelError if `kind` has none for this task.
+    """
     if task not in RECIPES:
         raise UnknownNameError("task", task, RECIPES)
-    module, _, attribute = RECIPES[task].partition(":")
+    table = ONNX_RECIPES if kind == "onnx" else RECIPES
+    if task not in table:
+        raise UnsupportedModelError(
+            f"{task} is not converted from an ONNX file, whose cache and attention are already fixed. Give the "
+            "checkpoint (a Hugging Face folder or hub id) or the GGUF file that it was made from."
+        )
+    module, _, attribute = table[task].partition(":")
     recipe: Recipe = getattr(import_module(module), attribute)
     return recipe

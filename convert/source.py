@@ -19,6 +19,11 @@ from edge_convert.runtime.errors import SourceError, UnsupportedModelError
 KINDS = "a Hugging Face folder or hub id, a .gguf file, an .onnx file, or module:factory"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _FACTORY = re.compile(r"(?P<module>[\w./\\-]+):(?P<factory>[A-Za-z_]\w*)")
+# What an ONNX file's recipe reads beside it, and so belongs to the source.
+ONNX_SIDE_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "config.json", "modules.json", "1_Pooling/config.json",
+    "sentence_bert_config.json", "preprocessor_config.json", "labels.txt",
+)  # fmt: skip
 # Decoder-only classes of transformers end in one of these; so do their GGUF architectures' classes.
 _CAUSAL_LM = "ForCausalLM"
 
@@ -43,8 +48,9 @@ def open_source(text: str) -> Source:
     if path.suffix == ".gguf":
         return _open_gguf(_existing(path), text)
     if path.suffix == ".onnx":
-        _check_external_data(_existing(path))
-        return Source("onnx", text, path.resolve(), {}, _sha256([path]), path.stem)
+        data = _check_external_data(_existing(path))
+        beside = [file for name in ONNX_SIDE_FILES if (file := path.parent / name).is_file()]
+        return Source("onnx", text, path.resolve(), {}, _sha256([path, *data, *beside]), path.stem)
     if match := _FACTORY.fullmatch(text):
         return _open_factory(text, match["module"], match["factory"])
     if path.exists():
@@ -167,8 +173,8 @@ def _open_gguf(path: Path, text: str) -> Source:
     return Source("gguf", text, path.resolve(), {"model_type": architecture}, _sha256([path]), path.stem)
 
 
-def _check_external_data(path: Path) -> None:
-    """Refuse an ONNX file whose external data lies outside its folder, is linked, or is missing."""
+def _check_external_data(path: Path) -> list[Path]:
+    """The external data files; refuses one that lies outside the ONNX file's folder, is linked, or is missing."""
     import onnx
     from google.protobuf.message import DecodeError
     from onnx.external_data_helper import _get_all_tensors, uses_external_data
@@ -179,7 +185,7 @@ def _check_external_data(path: Path) -> None:
         raise SourceError(f"{path} is not an ONNX model ({error}). Export it again.") from error
     if not model.graph.output:
         raise SourceError(f"{path} is not an ONNX model (it has no outputs). Export it again.")
-    folder = path.parent.resolve()
+    folder, files = path.parent.resolve(), set()
     for tensor in _get_all_tensors(model):
         if not uses_external_data(tensor):
             continue
@@ -192,6 +198,8 @@ def _check_external_data(path: Path) -> None:
             )
         if not data.is_file():
             raise SourceError(f"{path.name} needs {location!r} beside it, and it is missing. Copy both files.")
+        files.add(data)
+    return sorted(files)
 
 
 def _open_factory(text: str, module: str, factory: str) -> Source:

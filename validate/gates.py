@@ -59,6 +59,23 @@ class GateList:
     def declared(self, name: str, metric: str, value: float, reason: str = "") -> None:
         """Judge `value` by the target's bound of `metric`; not run if the target declares none."""
         comparison, bound = self._bound(metric)
+        self._judged(name, metric, value, comparison, bound, reason)
+
+    def declared_share(self, name: str, metric: str, value: float, samples: int) -> None:
+        """Like `declared` for a share of few samples: the bound is eased by two standard errors of a share.
+
+        The standard error of a share p of n independent samples is sqrt(p (1 - p) / n).
+        """
+        comparison, bound = self._bound(metric)
+        reason = f"{bound} eased by two standard errors of {samples} samples"
+        if bound is not None:
+            slack = 2 * math.sqrt(bound * (1 - bound) / max(samples, 1))
+            bound = bound - slack if comparison == "min" else bound + slack
+        self._judged(name, metric, value, comparison, bound, reason)
+
+    def _judged(
+        self, name: str, metric: str, value: float, comparison: Comparison, bound: float | None, reason: str
+    ) -> None:
         if bound is None:
             self.not_run(name, metric, "the target declares no bound for it")
             return

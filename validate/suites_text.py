@@ -154,7 +154,7 @@ def check_decoder_golden(subject: DecoderSubject, golden: Golden, gates: GateLis
     divergence = np.concatenate(kl)
     reason = "lower bound from the most probable tokens in the golden data"
     gates.declared("golden logits", "kl_mean", float(divergence.mean()), reason)
-    gates.declared("golden logits", "top1_agreement", float(np.concatenate(agreed).mean()))
+    gates.declared_share("golden logits", "top1_agreement", float(np.concatenate(agreed).mean()), divergence.size)
     return {
         "tokens": int(divergence.size),
         "kl_nats": {"mean": float(divergence.mean()), "max": float(divergence.max())},

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_convert.convert.calibration import calibration_images
 from edge_convert.convert.quantize import Feed, fold_constants, quantise_static, to_float16
 from edge_convert.convert.recipe import Exported, Recipe, Request
 from edge_convert.convert.source import load_factory
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 
 FILE = "classifier.onnx"
 LABELS_FILE = "labels.txt"
-SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
-MIN_CALIBRATION_IMAGES = 8
 MAX_CALIBRATION_FRAMES = 256
 _ZOOMS = (1.0, 1.4)  # calibration also sees each photo closer and mirrored
 _REQUIRED = ("mean", "std", "height", "width")
@@ -119,7 +118,7 @@ def quantise(request: Request, graphs: dict[str, Exported], folder: Path) -> dic
     if request.precision == "fp16":
         to_float16(source, path)
     else:
-        pictures = _calibration_pictures(request.calibration)
+        pictures = calibration_images(request.calibration)
         _, preparation = _load(request)
         request.progress(f"calibrating on {len(pictures)} images")
         quantise_static(source, path, _frames(pictures, preparation.settings))
@@ -217,23 +216,6 @@ def _load(request: Request) -> tuple[torch.nn.Module, Preprocessing]:
             return logits
 
     return FrameClassifier().eval().float(), preparation
-
-
-def _calibration_pictures(folder: Path | None) -> list[Path]:
-    """The image files of `folder`; raises ConversionError if there are too few."""
-    if folder is None:
-        raise ConversionError(
-            "int8 of an image classifier needs sample photos to measure its activations. Pass --calibration DIR."
-        )
-    if not folder.is_dir():
-        raise ConversionError(f"The calibration folder {folder} does not exist. Pass --calibration DIR with photos.")
-    pictures = sorted(path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES)
-    if len(pictures) < MIN_CALIBRATION_IMAGES:
-        raise ConversionError(
-            f"The calibration folder {folder} has {len(pictures)} images ({', '.join(SUFFIXES)}), and at least "
-            f"{MIN_CALIBRATION_IMAGES} are needed. Add photos like those the camera will see."
-        )
-    return pictures
 
 
 def _frames(pictures: list[Path], settings: ImageSettings) -> Iterator[Feed]:

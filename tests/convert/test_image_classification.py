@@ -120,8 +120,8 @@ def test_calibration_problems_are_explained(tmp_path):
     with pytest.raises(ConversionError, match="has 3 images"):
         quantise(make_pictures(tmp_path / "few", 3))
     folder = make_pictures(tmp_path / "broken", 9)
-    (folder / "5.png").write_bytes(b"no picture")
-    with pytest.raises(ConversionError, match=r"5\.png cannot be read"):
+    (folder / "3.png").write_bytes(b"no picture")
+    with pytest.raises(ConversionError, match=r"3\.png cannot be read"):
         quantise(folder)
 
 

@@ -138,3 +138,11 @@ def test_table_shows_every_gate_and_measurement():
         "3.5",
     ):
         assert word in text
+
+
+@pytest.mark.parametrize(("samples", "outcome"), [(100, "passed"), (100_000, "failed")])
+def test_a_share_of_few_samples_is_eased_and_of_many_is_not(samples: int, outcome: str) -> None:
+    gates = GateList({"top1_agreement_min": 0.6})
+    gates.declared_share("golden logits", "top1_agreement", 0.55, samples)
+    assert gates.gates[0].outcome == outcome
+    assert "two standard errors" in gates.gates[0].reason
