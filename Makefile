@@ -42,7 +42,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	@gguf=$$($(BIN)/python tests/assets.py smollm2_gguf); set -x; \
 	$(BIN)/edge-convert model "$$gguf" --target cpu --precision int8 -o $(DEMO) --force; \
-	$(BIN)/edge-convert run $(DEMO) "What is the capital of France?"
+	$(BIN)/edge-convert run $(DEMO) "What is gravity?" --max-tokens 96
 
 test: $(STAMP)
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)

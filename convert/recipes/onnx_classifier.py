@@ -124,7 +124,7 @@ def export_classifier(request: Request, folder: Path) -> dict[str, Exported]:
     wrapped = surround(
         model,
         front=front,
-        back=[to_float32(INNER + strip_softmax(model, classifier.output), "logits", kind)], ["logits"], to=TensorProto.FLOAT)],
+        back=[to_float32(INNER + strip_softmax(model, classifier.output), "logits", kind)],
         constants=constants,
         inputs=[
             helper.make_tensor_value_info("frames", TensorProto.UINT8, ("batch", settings.height, settings.width, 3))
