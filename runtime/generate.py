@@ -62,6 +62,9 @@ class Decoder:
         self._logits_dtype: Any = np.dtype(logits.dtype)
         self._last = np.empty((1, self.vocab_size), self._logits_dtype)
         self._last_is_bound = False
+        # On the CPU a bound input is the buffer itself; elsewhere ONNX Runtime copies when binding, so bind anew.
+        self._keeps_inputs = session.device_type == "cpu"
+        self._bound: dict[str, tuple[tuple[int, ...], int]] = {}
 
     @property
     def length(self) -> int:
@@ -92,10 +95,14 @@ class Decoder:
         tokens = self._checked(ids)
         for start in range(0, len(tokens), self.chunk_tokens):
             self._run(tokens[start : start + self.chunk_tokens])
-        return self._last_logits()
+        return self._last_logits().copy()
 
     def step(self, token_id: int) -> npt.NDArray[np.float32]:
         """Append one token id and return its logits, float32 (vocab,)."""
+        return self.step_view(token_id).copy()
+
+    def step_view(self, token_id: int) -> npt.NDArray[np.float32]:
+        """Like `step`, without a copy: a fresh array of a vocabulary's size costs more than the rest of the loop."""
         if not 0 <= token_id < self.vocab_size:
             raise self._unknown(token_id)
         self._cache.reserve(1)
@@ -103,7 +110,8 @@ class Decoder:
         return self._last_logits()
 
     def _last_logits(self) -> npt.NDArray[np.float32]:
-        logits: npt.NDArray[np.float32] = self._last[0].astype(np.float32)
+        """The last token's logits: the decoder's own buffer if it is float32, overwritten by the next run."""
+        logits: npt.NDArray[np.float32] = self._last[0].astype(np.float32, copy=False)
         return logits
 
     def logits_all(self, ids: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
@@ -138,7 +146,6 @@ class Decoder:
         past = self._cache.length
         total = past + count
         self._ids[0, :count] = tokens
-        # Bound anew each time: for another device than the CPU, ONNX Runtime copies when binding, not when running.
         self._bind_input("input_ids", (1, count), self._ids)
         self._bind_input("attention_mask", (1, total), self._mask)
         if self._positions is not None:
@@ -163,7 +170,11 @@ class Decoder:
         self._cache.advance(count)
 
     def _bind_input(self, name: str, shape: tuple[int, ...], buffer: npt.NDArray[np.int64]) -> None:
-        self._binding.bind_input(name, "cpu", 0, np.int64, shape, buffer.ctypes.data)
+        place = (shape, int(buffer.ctypes.data))
+        if self._keeps_inputs and self._bound.get(name) == place:
+            return
+        self._binding.bind_input(name, "cpu", 0, np.int64, *place)
+        self._bound[name] = place
 
 
 def generate(
@@ -207,5 +218,5 @@ def generate(
             return "cancelled"
         if decoder.turn != turn:
             raise UsageError("Another generation was started on this decoder. Finish one before the next.")
-        logits = decoder.step(token)
+        logits = decoder.step_view(token)
     return "length"

@@ -85,7 +85,7 @@ class ScriptedDecoder:
         self.length += len(ids)
         return self._next()
 
-    def step(self, token: int) -> np.ndarray:
+    def step_view(self, token: int) -> np.ndarray:
         self.length, self.steps = self.length + 1, self.steps + 1
         return self._next()
 
