@@ -86,7 +86,7 @@ def save_tokenizer(folder: Path, *, template: str | None = TEMPLATE) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def save_model(folder: Path, config: Any, **options: Any) -> Path:
+def save_model(folder: Path, config: Any, *, scale: float = 0.1, **options: Any) -> Path:
     """A random model of `config` with weights large enough to matter, and its tokenizer."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -95,7 +95,7 @@ def save_model(folder: Path, config: Any, **options: Any) -> Path:
             if parameter.ndim == 1:
                 parameter.normal_(0.5 if "norm" in name else 0.0, 0.3)
             else:
-                parameter.normal_(0.0, 0.1)
+                parameter.normal_(0.0, scale)
     model.save_pretrained(folder)
     save_tokenizer(folder, **options)
     return folder
@@ -332,6 +332,32 @@ def test_smollm2_from_gguf(tmp_path: Path) -> None:
     found = log_softmax(run(quantised, ids))
     assert divergence(expected, found) < 0.01
     assert np.mean(expected.argmax(-1) == found.argmax(-1)) >= 0.9
+
+
+@pytest.mark.real
+def test_shape_of_qwen2_5_half_billion(tmp_path: Path) -> None:
+    """Random weights in Qwen2.5-0.5B's shape: more than 2 GB of fp32, a large tied vocabulary, QKV biases."""
+    config = Qwen2Config(
+        vocab_size=151_936,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        max_position_embeddings=32_768,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
+    )
+    request = request_for(save_model(tmp_path / "model", config, scale=0.03), context=512)
+    graph = convert(request, tmp_path)
+    names = {name for name in constants(graph.path) if name.endswith("qkv_proj.Add.bias")}
+    assert len(names) == 24
+    assert sum(shape == (151_936, 896) for shape in constants(graph.path).values()) == 1
+    ids = np.random.default_rng(1).integers(5, 151_936, 24, dtype=np.int64)
+    expected = RECIPE.reference(request).logits(ids)
+    bound = FP32_TOLERANCE * max(1.0, float(np.abs(expected).max()))
+    assert np.std(expected) > 0.1, "a model without an opinion proves nothing"
+    np.testing.assert_allclose(run(graph, ids, split=13), expected, rtol=0, atol=bound)
 
 
 PASSAGES = (
