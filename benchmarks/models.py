@@ -97,7 +97,8 @@ def row(model: str, precision: str, target: str, work: Path, photos: Path) -> di
         "seconds": round(time.perf_counter() - start, 1),
         "outcomes": {name: sum(gate.outcome == name for gate in gates) for name in ("passed", "failed", "not_run")},
         "failed": [f"{gate.name}: {gate.metric} {gate.value}" for gate in gates if gate.outcome == "failed"],
-        "figures": {gate.metric: gate.value for gate in gates if gate.metric in FIGURES},
+        # Reversed, so that the first gate of a metric counts: accuracy comes before the invariants.
+        "figures": {gate.metric: gate.value for gate in reversed(gates) if gate.metric in FIGURES},
     }
 
 
