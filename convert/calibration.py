@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from edge_convert.runtime.errors import ConversionError
+from edge_convert.runtime.errors import ConversionError, UsageError
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 MIN_IMAGES = 8
@@ -19,9 +19,9 @@ def image_files(folder: Path) -> list[Path]:
 
 
 def calibration_images(folder: Path | None) -> list[Path]:
-    """The images that calibrate; raises ConversionError if `folder` is None or has fewer than `MIN_IMAGES` images."""
+    """The images that calibrate; UsageError without a folder, ConversionError below `MIN_IMAGES`."""
     if folder is None:
-        raise ConversionError(
+        raise UsageError(
             "int8 of an image classifier needs sample photos to measure its activations. Pass --calibration DIR."
         )
     files = image_files(folder)

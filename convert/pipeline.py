@@ -29,6 +29,7 @@ from edge_convert.validate.runner import Reference
 log = logging.getLogger(__name__)
 
 DEFAULT_PRECISION = "int8"
+_FEW_IMAGES = 20
 _TOOLS = ("edge-convert", "torch", "transformers", "onnx", "onnxruntime", "onnxruntime-genai")
 
 
@@ -73,8 +74,9 @@ def convert(
             f"{recipe.task} models are not converted to {precision}; choose one of: {', '.join(recipe.precisions)}."
         )
     request = Request(source, profile, precision, context_tokens, calibration, progress)
+    warnings = (*_warnings(request), *recipe.check(request))
     with staged(output, force=force) as folder:
-        report = _build(request, recipe, folder, validate=validate)
+        report = _build(request, recipe, folder, warnings, validate=validate)
     return Result(Bundle.open(output, profile=profile), report)
 
 
@@ -92,12 +94,13 @@ def load_reference(source_text: str, *, bundle: Bundle) -> Reference:
     return find_recipe(manifest.task, source.kind).reference(request)
 
 
-def _build(request: Request, recipe: Recipe, folder: Path, *, validate: bool) -> Report | None:
+def _build(
+    request: Request, recipe: Recipe, folder: Path, warnings: tuple[str, ...], *, validate: bool
+) -> Report | None:
     """Fill `folder` with the bundle and validate it there."""
     from edge_convert.validate.golden import write_golden
     from edge_convert.validate.suites import validate_bundle
 
-    warnings = (*_warnings(request), *recipe.warnings(request))
     with tempfile.TemporaryDirectory(prefix=".edge-convert-", dir=folder.parent) as work:
         request.progress("exporting the graph")
         graphs = recipe.export(request, _subfolder(work, "export"))
@@ -131,6 +134,11 @@ def _build(request: Request, recipe: Recipe, folder: Path, *, validate: bool) ->
         return None
     bundle = Bundle.open(folder, profile=request.profile)
     report = validate_bundle(bundle, reference, images=images, progress=request.progress)
+    if images and len(images) < _FEW_IMAGES:
+        warnings = (
+            *warnings,
+            f"Only {len(images)} photos judged this bundle; give {3 * _FEW_IMAGES} or more to trust it.",
+        )
     report = replace(report, notes=(*report.notes, *warnings))
     bundle.update_file("report.json", report.to_json().encode())
     return report

@@ -41,8 +41,8 @@ class Exported:
     cache: CacheSpec | None = None
 
 
-def no_warnings(_: Request, /) -> tuple[str, ...]:
-    """Nothing to tell."""
+def nothing_to_check(_: Request, /) -> tuple[str, ...]:
+    """No warnings."""
     return ()
 
 
@@ -52,7 +52,8 @@ class Recipe:
 
     `export` writes graphs by role into a folder, `quantise` writes them at the asked precision into
     another, `package` writes what the wrapper needs and returns `Manifest.processing`, `reference`
-    loads the original in fp32, `warnings` says what had to be assumed about the source.
+    loads the original in fp32. `check` runs before any of them: it raises for what the user has to change
+    and returns warnings, for example of what had to be assumed about the source.
     """
 
     task: str
@@ -61,7 +62,7 @@ class Recipe:
     quantise: Callable[[Request, dict[str, Exported], Path], dict[str, Exported]]
     package: Callable[[Request, Path], dict[str, Any]]
     reference: Callable[[Request], Reference]
-    warnings: Callable[[Request], tuple[str, ...]] = no_warnings
+    check: Callable[[Request], tuple[str, ...]] = nothing_to_check
 
 
 RECIPES = {

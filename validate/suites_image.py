@@ -60,7 +60,8 @@ def check_classifier(
     views = [view for image in loaded for view in (image, *crops(image))]
     frames = np.stack([reference.preprocess(view) for view in views])
     expected = in_batches(reference.logits, frames)
-    return {"images": len(loaded), **_accuracy("logits", gates, expected, in_batches(classifier.logits, frames))}
+    found = in_batches(classifier.logits, frames)
+    return {"images": len(loaded), **_accuracy("logits", gates, expected, found, f"{len(loaded)} photos with crops")}
 
 
 def check_classifier_golden(classifier: ClassifierLike, golden: Golden, gates: GateList) -> dict[str, Any]:
@@ -73,7 +74,8 @@ def check_classifier_golden(classifier: ClassifierLike, golden: Golden, gates: G
             gates.not_run("golden logits", metric, "the bundle was made without photos (--calibration DIR)")
         return {}
     found = in_batches(classifier.logits, golden["frames"][:photos])
-    return {"images": photos, **_accuracy("golden logits", gates, golden["logits"][:photos], found)}
+    few = f"{photos} frames of the golden data"
+    return {"images": photos, **_accuracy("golden logits", gates, golden["logits"][:photos], found, few)}
 
 
 def check_classifier_invariants(
@@ -132,13 +134,15 @@ def _differing(found: Frames, expected: Frames) -> bool:
     return found.shape != expected.shape or found.dtype != expected.dtype or not np.array_equal(found, expected)
 
 
-def _accuracy(name: str, gates: GateList, expected: npt.NDArray[Any], found: npt.NDArray[Any]) -> dict[str, Any]:
+def _accuracy(
+    name: str, gates: GateList, expected: npt.NDArray[Any], found: npt.NDArray[Any], judged_on: str
+) -> dict[str, Any]:
     if expected.shape != found.shape:
         gates.equal(name, "differing_classes", abs(found.shape[-1] - expected.shape[-1]) or 1)
         return {}
     errors = metrics.probability_error(expected, found)
     agreement = metrics.top1_agreement(expected, found)
-    gates.declared(name, "top1_agreement", agreement)
+    gates.declared(name, "top1_agreement", agreement, f"{len(expected)} frames: {judged_on}")
     gates.declared(name, "probability_error_mean", float(errors.mean()), "at the original's top class")
     return {
         "frames": len(expected),

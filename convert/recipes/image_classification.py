@@ -232,6 +232,13 @@ def _frames(pictures: list[Path], settings: ImageSettings) -> Iterator[Feed]:
         yield {"frames": np.ascontiguousarray(frame[:, ::-1] if mirrored else frame)[None]}
 
 
+def check(request: Request) -> tuple[str, ...]:
+    """Calibration photos must be there before the export starts; no warnings."""
+    if request.precision == "int8":
+        calibration_images(request.calibration)
+    return ()
+
+
 RECIPE = Recipe(
     task="image-classification",
     precisions=("fp32", "fp16", "int8"),
@@ -239,4 +246,5 @@ RECIPE = Recipe(
     quantise=quantise,
     package=package,
     reference=reference,
+    check=check,
 )

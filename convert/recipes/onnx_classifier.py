@@ -163,8 +163,10 @@ def package_classifier(request: Request, folder: Path) -> dict[str, Any]:
     return {**asdict(classifier.preparation.settings), "labels": _LABELS_FILE if labels else None}
 
 
-def classifier_warnings(request: Request) -> tuple[str, ...]:
-    """What had to be assumed about the frames."""
+def check(request: Request) -> tuple[str, ...]:
+    """What had to be assumed about the frames; int8 needs its calibration photos before any work."""
+    if request.precision == "int8":
+        calibration_images(request.calibration)
     return OnnxClassifier(source_path(request)).preparation.warnings
 
 
@@ -199,5 +201,5 @@ IMAGE_CLASSIFICATION = Recipe(
     quantise=quantise_classifier,
     package=package_classifier,
     reference=classifier_reference,
-    warnings=classifier_warnings,
+    check=check,
 )

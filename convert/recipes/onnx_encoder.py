@@ -129,7 +129,7 @@ def package_encoder(request: Request, folder: Path) -> dict[str, Any]:
     }
 
 
-def encoder_warnings(request: Request) -> tuple[str, ...]:
+def check(request: Request) -> tuple[str, ...]:
     """What had to be assumed, since no file beside the graph says it."""
     path = source_path(request)
     if (path.parent / "modules.json").is_file():
@@ -269,5 +269,5 @@ FEATURE_EXTRACTION = Recipe(
     quantise=feature_extraction.quantise,
     package=package_encoder,
     reference=encoder_reference,
-    warnings=encoder_warnings,
+    check=check,
 )

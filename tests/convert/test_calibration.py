@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from edge_convert.convert.calibration import calibration_images, judging_images
-from edge_convert.runtime.errors import ConversionError
+from edge_convert.runtime.errors import ConversionError, UsageError
 
 
 def make_folder(folder: Path, count: int) -> Path:
@@ -34,7 +34,7 @@ def test_too_few_images(tmp_path: Path) -> None:
 
 def test_no_folder(tmp_path: Path) -> None:
     assert judging_images(None) == []
-    with pytest.raises(ConversionError, match="--calibration"):
+    with pytest.raises(UsageError, match="--calibration"):
         calibration_images(None)
     with pytest.raises(ConversionError, match="does not exist"):
         judging_images(tmp_path / "nowhere")

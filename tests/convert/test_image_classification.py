@@ -13,7 +13,7 @@ from edge_convert.convert.recipe import Request
 from edge_convert.convert.recipes.image_classification import RECIPE, read_preprocessing
 from edge_convert.convert.source import open_source
 from edge_convert.runtime.device import load_profile
-from edge_convert.runtime.errors import ConversionError, UnsupportedModelError
+from edge_convert.runtime.errors import ConversionError, UnsupportedModelError, UsageError
 from edge_convert.wrappers.image import ImageSettings, preprocess
 
 TINY = """
@@ -111,7 +111,7 @@ def test_calibration_problems_are_explained(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "q").mkdir()
     graphs = RECIPE.export(make_request(tmp_path), tmp_path / "out")
-    with pytest.raises(ConversionError, match="--calibration DIR"):
+    with pytest.raises(UsageError, match="--calibration DIR"):
         quantise(None)
     with pytest.raises(ConversionError, match="does not exist"):
         quantise(tmp_path / "gone")

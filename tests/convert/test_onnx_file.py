@@ -198,7 +198,7 @@ def test_pooling_follows_the_files_beside(beside, tmp_path, pooling, normalise, 
     modules(beside, pooling, normalise=normalise)
     path = encoder(beside, types=False, opset=opset)
     asked = request(path)
-    assert FEATURE_EXTRACTION.warnings(asked) == ()
+    assert FEATURE_EXTRACTION.check(asked) == ()
     graph = FEATURE_EXTRACTION.export(asked, tmp_path)["encoder"].path
     reference = FEATURE_EXTRACTION.reference(asked)
     texts = ["go", "turn left at the crossing"]

@@ -12,7 +12,7 @@ from PIL import Image
 
 from edge_convert.convert import pipeline
 from edge_convert.runtime.bundle import Bundle
-from edge_convert.runtime.errors import ConversionError, OutputError, UnknownNameError, UsageError
+from edge_convert.runtime.errors import OutputError, UnknownNameError, UsageError
 
 FACTORY = """
 import torch
@@ -132,7 +132,7 @@ def test_unknown_names(tmp_path: Path, factory: str) -> None:
 
 
 def test_int8_without_calibration_says_what_to_pass(tmp_path: Path, factory: str) -> None:
-    with pytest.raises(ConversionError, match="--calibration"):
+    with pytest.raises(UsageError, match="--calibration"):
         pipeline.convert(factory, target="cpu", precision="int8", output=tmp_path / "out")
     assert_nothing_left(tmp_path)
 
