@@ -16,6 +16,7 @@ from importlib import metadata
 from pathlib import Path
 
 from edge_convert.convert.calibration import judging_images
+from edge_convert.convert.export_cache import cached_export
 from edge_convert.convert.recipe import Exported, Progress, Recipe, Request, find_recipe
 from edge_convert.convert.source import Source, detect_task, open_source
 from edge_convert.convert.stamp import read_back, stamp
@@ -103,7 +104,7 @@ def _build(
 
     with tempfile.TemporaryDirectory(prefix=".edge-convert-", dir=folder.parent) as work:
         request.progress("exporting the graph")
-        graphs = recipe.export(request, _subfolder(work, "export"))
+        graphs = cached_export(request, recipe, _subfolder(work, "export"))
         request.progress(f"writing {request.precision}")
         graphs = recipe.quantise(request, graphs, _subfolder(work, "quantise"))
         request.progress(f"stamping for {request.profile.name}")
