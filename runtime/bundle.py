@@ -7,13 +7,13 @@ import hashlib
 import logging
 import os
 import secrets
-import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edge_convert.runtime.device import DeviceProfile, load_profile
-from edge_convert.runtime.errors import BundleError, ChecksumError, ManifestError, UnknownNameError
+from edge_convert.runtime.errors import BundleError, ChecksumError, UnknownNameError, UsageError, clip, shown
+from edge_convert.runtime.folder import MANIFEST_NAME, read_manifest, walk
 from edge_convert.runtime.manifest import FileSpec, Manifest, check_file_name
 from edge_convert.runtime.staging import staged
 
@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MANIFEST_NAME", "Bundle", "collect_files", "hash_file", "staged", "write_manifest"]
 
-MANIFEST_NAME = "manifest.json"
 _CHUNK_BYTES = 1 << 20
-_MANIFEST_MAX_BYTES = 64 << 20
 _log = logging.getLogger(__name__)
 
 
@@ -43,13 +41,15 @@ class Bundle:
         Links, special files, files that the manifest does not list, absent files and other sizes are
         always refused; with `verify` every file is read and its SHA-256 compared too (ChecksumError).
         """
+        if not isinstance(path, (str, os.PathLike)):
+            raise UsageError(f"A bundle is opened by its folder; found {type(path).__name__}. Pass a path.")
         folder = Path(path)
         if not folder.exists():
             raise BundleError(f"There is no bundle at {folder}. Check the path.")
         if not folder.is_dir():
             raise BundleError(f"{folder} is a file, and a bundle is a folder. Pass the folder with {MANIFEST_NAME}.")
         folder = folder.resolve()
-        manifest = _read_manifest(folder)
+        manifest = read_manifest(folder)
         _check_files(folder, manifest, verify=verify)
         return cls(folder, manifest, profile)
 
@@ -62,9 +62,19 @@ class Bundle:
         """The path of a file that the manifest lists; BundleError for any other name."""
         if name not in self.manifest.files:
             raise BundleError(
-                f"The bundle {self.path.name} has no file {name!r}; it has: {', '.join(sorted(self.manifest.files))}."
+                f"The bundle {self.path.name} has no file {shown(name)}; "
+                f"it has: {', '.join(map(clip, sorted(self.manifest.files)))}."
             )
         return self.path / check_file_name(name)
+
+    def read_text(self, name: str) -> str:
+        """The text of a file that the manifest lists; BundleError if it cannot be read or is not UTF-8."""
+        try:
+            return self.file(name).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise BundleError(f"{name!r} in {self.path.name} is not UTF-8 text. Convert the model again.") from error
+        except OSError as error:
+            raise BundleError(f"{name!r} cannot be read: {error.strerror}. Check its permissions.") from error
 
     def session(self, role: str, *, profile: DeviceProfile | None = None, threads: int | None = None) -> Session:
         """Open the graph called `role` ("decoder", "encoder", "classifier") on `profile` (None: the bundle's own)."""
@@ -102,7 +112,7 @@ def hash_file(path: Path) -> FileSpec:
 
 def collect_files(folder: Path) -> dict[str, FileSpec]:
     """Every file below `folder` but manifest.json, by relative POSIX name, sorted; BundleError for links."""
-    names = sorted(name for name in _walk(folder) if name != MANIFEST_NAME)
+    names = sorted(name for name in walk(folder) if name != MANIFEST_NAME)
     return {check_file_name(name): hash_file(folder / name) for name in names}
 
 
@@ -111,44 +121,19 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     _write_atomically(folder / MANIFEST_NAME, manifest.to_json().encode("utf-8"))
 
 
-def _read_manifest(folder: Path) -> Manifest:
-    path = folder / MANIFEST_NAME
-    try:
-        mode = path.lstat()
-    except FileNotFoundError as error:
-        raise BundleError(
-            f"{folder} has no {MANIFEST_NAME}, so it is not a bundle. Pass a converted folder."
-        ) from error
-    if not stat.S_ISREG(mode.st_mode):
-        raise BundleError(
-            f"{MANIFEST_NAME} in {folder} is not a plain file (links are refused). Copy the bundle again."
-        )
-    if mode.st_size > _MANIFEST_MAX_BYTES:
-        raise ManifestError(
-            f"{MANIFEST_NAME} has {mode.st_size} bytes, which no manifest needs. Copy the bundle again."
-        )
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ManifestError(f"{MANIFEST_NAME} is not UTF-8 text. Copy the bundle again.") from error
-    except OSError as error:
-        raise BundleError(f"{path} cannot be read: {error.strerror}. Check its permissions.") from error
-    return Manifest.from_json(text)
-
-
 def _check_files(folder: Path, manifest: Manifest, *, verify: bool) -> None:
-    found = _walk(folder)
+    found = walk(folder)
     del found[MANIFEST_NAME]
     if extra := sorted(set(found) - set(manifest.files)):
         raise BundleError(
-            f"The bundle {folder.name} has the file {extra[0]!r}, which its manifest does not list. Remove it."
+            f"The bundle {folder.name} has the file {shown(extra[0])}, which its manifest does not list. Remove it."
         )
     if missing := sorted(set(manifest.files) - set(found)):
-        raise BundleError(f"The bundle {folder.name} lacks the file {missing[0]!r}. Copy the bundle again.")
+        raise BundleError(f"The bundle {folder.name} lacks the file {shown(missing[0])}. Copy the bundle again.")
     for name, size in found.items():
         if size != manifest.files[name].size:
             raise ChecksumError(
-                f"{name!r} has {size} bytes, and the manifest says {manifest.files[name].size}. Copy the bundle again."
+                f"{name!r} has {size} bytes, and the manifest says {shown(manifest.files[name].size)}. Copy the bundle again."
             )
     if not verify:
         return
@@ -162,27 +147,6 @@ def _check_files(folder: Path, manifest: Manifest, *, verify: bool) -> None:
     _log.debug("checked %d files of %s", len(found), folder.name)
 
 
-def _walk(folder: Path, prefix: str = "") -> dict[str, int]:
-    """Sizes of all plain files below `folder` by relative POSIX name; links and special files are refused."""
-    sizes: dict[str, int] = {}
-    try:
-        with os.scandir(folder) as entries:
-            for entry in sorted(entries, key=lambda item: item.name):
-                name = prefix + entry.name
-                mode = entry.stat(follow_symlinks=False)
-                if stat.S_ISDIR(mode.st_mode):
-                    sizes.update(_walk(Path(entry.path), name + "/"))
-                elif stat.S_ISREG(mode.st_mode):
-                    sizes[name] = mode.st_size
-                else:
-                    raise BundleError(
-                        f"{name!r} is a link or a special file, which a bundle must not have. Replace it."
-                    )
-    except OSError as error:
-        raise BundleError(f"{folder} cannot be read: {error.strerror}. Check its permissions.") from error
-    return sizes
-
-
 def _check_inside(folder: Path, target: Path) -> None:
     """Refuse a target below a linked folder, which would be written outside the bundle."""
     if not target.parent.resolve().is_relative_to(folder.resolve()):
@@ -190,7 +154,7 @@ def _check_inside(folder: Path, target: Path) -> None:
 
 
 def _write_atomically(target: Path, data: bytes) -> None:
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
+    temporary = target.with_name(f".{secrets.token_hex(8)}.partial")  # short: the name itself may be of full length
     try:
         with temporary.open("xb") as stream:
             stream.write(data)

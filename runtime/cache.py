@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import numpy as np
 
-from edge_convert.runtime.errors import BundleError, ContextLengthError, MissingExtraError, UsageError
+from edge_convert.runtime.errors import BundleError, ContextLengthError, DeviceError, UsageError, shown
 from edge_convert.runtime.manifest import CacheSpec
+from edge_convert.runtime.ort import import_onnxruntime
 
 _DTYPES = {"float32": np.float32, "float16": np.float16}
 
@@ -27,17 +29,18 @@ class KVCache:
             )
         if not spec.share_buffer:
             raise BundleError("The decoder does not share its past and present buffers. Convert the model again.")
-        try:
-            from onnxruntime import OrtValue
-        except ImportError as error:
-            raise MissingExtraError("onnxruntime", "cpu") from error
+        make = import_onnxruntime().OrtValue.ortvalue_from_numpy
         self.spec = spec
         self._length = 0
         shape = (1, spec.kv_heads, spec.max_length, spec.head_dim)
         self._buffers: list[Any] = []
-        for _ in spec.past:
-            zeros = np.zeros(shape, _DTYPES[spec.dtype])
-            self._buffers.append(OrtValue.ortvalue_from_numpy(zeros, device_type, device_id))
+        try:
+            for _ in spec.past:
+                self._buffers.append(make(np.zeros(shape, _DTYPES[spec.dtype]), device_type, device_id))
+        except Exception as error:  # MemoryError, or ONNX Runtime's own for a device
+            raise DeviceError(
+                f"The cache of {self.nbytes} bytes does not fit into memory. Convert with a smaller --context."
+            ) from error
 
     @property
     def length(self) -> int:
@@ -73,9 +76,13 @@ class KVCache:
 
     def rewind(self, length: int) -> None:
         """Forget everything after the first `length` positions; what follows overwrites them."""
-        if not 0 <= length <= self._length:
-            raise UsageError(f"Cannot rewind the cache to {length} tokens: it holds {self._length}.")
-        self._length = length
+        try:
+            wanted = -1 if isinstance(length, bool) else operator.index(length)
+        except TypeError:
+            wanted = -1
+        if not 0 <= wanted <= self._length:
+            raise UsageError(f"Cannot rewind the cache to {shown(length)} tokens: it holds {self._length}.")
+        self._length = wanted
 
     def reset(self) -> None:
         """Forget all positions; the buffers are kept."""

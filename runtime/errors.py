@@ -7,6 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+_SHOWN_CHARACTERS = 100
+
+
+def clip(text: str) -> str:
+    """`text` on one line and short enough for a message; what came from a file may be neither."""
+    short = text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "..."
+    return "".join(character if character.isprintable() else "?" for character in short)
+
+
+def shown(value: object) -> str:
+    """`repr(value)`, short enough for a message."""
+    try:
+        return clip(repr(value[: _SHOWN_CHARACTERS + 1] if isinstance(value, (str, bytes)) else value))
+    except ValueError:  # an int of more digits than Python writes
+        return f"a huge {type(value).__name__}"
+
 
 class EdgeError(Exception):
     """Root of all errors that are reported to the user as one line, without a traceback."""
@@ -24,7 +40,7 @@ class UnknownNameError(UsageError):
     """A name (target, task, precision, ...) that no table has."""
 
     def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
-        super().__init__(f"Unknown {kind} {name!r}. Choose one of: {', '.join(sorted(known))}.")
+        super().__init__(f"Unknown {kind} {shown(name)}. Choose one of: {', '.join(map(clip, sorted(known)))}.")
 
 
 class DeviceError(EdgeError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -9,7 +10,15 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_convert.runtime.cache import KVCache
-from edge_convert.runtime.errors import BundleError, ContextLengthError, DeviceError, FeedError, InputError, UsageError
+from edge_convert.runtime.errors import (
+    BundleError,
+    ContextLengthError,
+    DeviceError,
+    FeedError,
+    InputError,
+    UsageError,
+    shown,
+)
 from edge_convert.runtime.sampling import GenerationConfig, Sampler
 
 if TYPE_CHECKING:
@@ -28,7 +37,7 @@ class Decoder:
 
     Attributes:
         vocab_size: Width of the logits; ids are below it.
-        turn: Counts resets, so that a generation can see that another one took over.
+        turn: Counts the calls that changed what the cache holds, so that a generation sees that another took over.
     """
 
     def __init__(self, session: Session, *, chunk_tokens: int = 512) -> None:
@@ -47,6 +56,7 @@ class Decoder:
             )
         if not isinstance(logits.shape[-1], int) or logits.dtype not in ("float32", "float16"):
             raise BundleError("The decoder's logits are not float of a fixed vocabulary. Convert the model again.")
+        _check_cache_inputs(session)
         self.session = session
         self.chunk_tokens = min(chunk_tokens, spec.cache.max_length)
         self.vocab_size = logits.shape[-1]
@@ -87,26 +97,39 @@ class Decoder:
         self._cache.reset()
 
     def rewind(self, length: int) -> None:
-        """Forget all tokens after the first `length`."""
+        """Forget all tokens after the first `length`, and end every generation that reads from this decoder."""
         self._cache.rewind(length)
+        self.turn += 1
 
     def prefill(self, ids: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
         """Append token ids, int64 (S,), and return the last one's logits, float32 (vocab,)."""
         tokens = self._checked(ids)
+        self.turn += 1
         for start in range(0, len(tokens), self.chunk_tokens):
             self._run(tokens[start : start + self.chunk_tokens])
         return self._last_logits().copy()
 
     def step(self, token_id: int) -> npt.NDArray[np.float32]:
         """Append one token id and return its logits, float32 (vocab,)."""
-        return self.step_view(token_id).copy()
+        logits = self.step_view(token_id).copy()
+        self.turn += 1
+        return logits
 
     def step_view(self, token_id: int) -> npt.NDArray[np.float32]:
-        """Like `step`, without a copy: a fresh array of a vocabulary's size costs more than the rest of the loop."""
-        if not 0 <= token_id < self.vocab_size:
+        """`step` for the loop: does not count as a turn, and gives no copy.
+
+        A fresh array of a vocabulary's size costs more than the rest of the loop; the next run overwrites this one.
+        """
+        try:
+            token = operator.index(token_id)
+        except TypeError as error:
+            raise FeedError(f"A token id is a whole number; found {shown(token_id)}.") from error
+        if isinstance(token_id, bool):
+            raise FeedError(f"A token id is a whole number; found {token_id}.")
+        if not 0 <= token < self.vocab_size:
             raise self._unknown(token_id)
         self._cache.reserve(1)
-        self._run(int(token_id))
+        self._run(token)
         return self._last_logits()
 
     def _last_logits(self) -> npt.NDArray[np.float32]:
@@ -117,6 +140,7 @@ class Decoder:
     def logits_all(self, ids: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
         """Append token ids, int64 (S,), and return every one's logits, float32 (S, vocab)."""
         tokens = self._checked(ids)
+        self.turn += 1
         logits = np.empty((len(tokens), self.vocab_size), self._logits_dtype)
         for start in range(0, len(tokens), self.chunk_tokens):
             stop = min(start + self.chunk_tokens, len(tokens))
@@ -124,11 +148,7 @@ class Decoder:
         return logits.astype(np.float32, copy=False)
 
     def _checked(self, ids: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        tokens = np.asarray(ids)
-        if tokens.size == 0:
-            raise InputError("There are no tokens to run. Give a text that is not empty.")
-        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-            raise FeedError(f"Token ids must be whole numbers (S,); found {tokens.dtype} {tokens.shape}.")
+        tokens = _token_array(ids)
         for token in (int(tokens.min()), int(tokens.max())):
             if not 0 <= token < self.vocab_size:
                 raise self._unknown(token)
@@ -137,7 +157,7 @@ class Decoder:
 
     def _unknown(self, token: int) -> FeedError:
         return FeedError(
-            f"Token id {token} is outside the vocabulary of {self.vocab_size}. Use the bundle's tokenizer."
+            f"Token id {shown(token)} is outside the vocabulary of {self.vocab_size}. Use the bundle's tokenizer."
         )
 
     def _run(self, tokens: npt.NDArray[np.int64] | int, out: npt.NDArray[Any] | None = None) -> None:
@@ -177,6 +197,39 @@ class Decoder:
         self._bound[name] = place
 
 
+def _token_array(ids: Any) -> npt.NDArray[Any]:
+    """`ids` as an array of whole numbers (S,); their range is not looked at."""
+    try:
+        tokens = np.asarray(ids)
+    except (ValueError, TypeError) as error:  # rows of several lengths
+        raise FeedError("Token ids must be whole numbers (S,); found lists of several lengths.") from error
+    if tokens.size == 0:
+        raise InputError("There are no tokens to run. Give a text that is not empty.")
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise FeedError(f"Token ids must be whole numbers (S,); found {tokens.dtype} {tokens.shape}.")
+    return tokens
+
+
+def _check_cache_inputs(session: Session) -> None:
+    """Raise BundleError unless the cache's tensors are inputs and outputs of the graph, of the cache's sizes."""
+    cache = session.spec.cache
+    assert cache is not None
+    inputs = {tensor.name: tensor for tensor in session.spec.inputs}
+    outputs = {tensor.name: tensor for tensor in session.spec.outputs}
+    wanted = (None, cache.kv_heads, None, cache.head_dim)
+    for name, tensor in [*((n, inputs.get(n)) for n in cache.past), *((n, outputs.get(n)) for n in cache.present)]:
+        fits = tensor is not None and tensor.dtype == cache.dtype and len(tensor.shape) == len(wanted)
+        if (
+            tensor is None
+            or not fits
+            or any(
+                size is not None and isinstance(dim, int) and dim != size
+                for dim, size in zip(tensor.shape, wanted, strict=True)
+            )
+        ):
+            raise BundleError(f"The cache's tensor {shown(name)} does not fit the graph. Convert the model again.")
+
+
 def generate(
     decoder: Decoder,
     prompt_ids: Sequence[int] | npt.NDArray[np.int64],
@@ -192,19 +245,21 @@ def generate(
 
     Raises:
         ContextLengthError: The prompt is longer than the context; nothing has run.
-        UsageError: Another generation was started on the same decoder before this one ended.
+        UsageError: Something else ran on the same decoder before this one ended, or `config` is no config.
     """
-    prompt = np.asarray(prompt_ids)
+    if not isinstance(config, GenerationConfig):
+        raise UsageError(f"The settings must be a GenerationConfig; found {type(config).__name__}.")
+    prompt = _token_array(prompt_ids)
     if prompt.size > decoder.context_length:
         raise ContextLengthError(prompt.size, decoder.context_length)
     decoder.reset()
-    turn = decoder.turn
     logits = None
-    for start in range(0, max(prompt.size, 1), decoder.chunk_tokens):
+    for start in range(0, prompt.size, decoder.chunk_tokens):
         if cancel is not None and cancel():
             return "cancelled"
         logits = decoder.prefill(prompt[start : start + decoder.chunk_tokens])
     assert logits is not None
+    turn = decoder.turn
     sampler = Sampler(config, prompt)
     stops = frozenset(config.stop_token_ids)
     for made in range(1, config.max_tokens + 1):
@@ -212,11 +267,11 @@ def generate(
         if token in stops:
             return "stop"
         yield token
-        if made == config.max_tokens or decoder.length == decoder.context_length:
+        if made == config.max_tokens or (decoder.length == decoder.context_length and decoder.turn == turn):
             return "length"
         if cancel is not None and cancel():
             return "cancelled"
         if decoder.turn != turn:
-            raise UsageError("Another generation was started on this decoder. Finish one before the next.")
+            raise UsageError("Another generation or call used this decoder in between. Finish one before the next.")
         logits = decoder.step_view(token)
     return "length"

@@ -9,13 +9,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import types
-import typing
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
-from edge_convert.runtime.errors import ManifestError
+from edge_convert.runtime.errors import ManifestError, shown
+from edge_convert.runtime.strict import check_range, load_json, parse
 
 SCHEMA_VERSION = 1
 TASKS = ("text-generation", "feature-extraction", "image-classification")
@@ -25,6 +24,11 @@ DTYPES = (
     "int32", "uint32", "int64", "uint64", "bool", "int4", "uint4", "string",
 )  # fmt: skip
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_MAX_DIMENSION = 1 << 40
+_MAX_HEADS = 1 << 16
+_MAX_POSITIONS = 1 << 24
+_MAX_CACHE_VALUES = 1 << 40
+_MAX_FILE_BYTES = 1 << 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +41,10 @@ class TensorSpec:
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
-            raise ManifestError(f"Tensor {self.name!r} has the unknown dtype {self.dtype!r}.")
+            raise ManifestError(f"Tensor {shown(self.name)} has the unknown dtype {shown(self.dtype)}.")
+        for dim in self.shape:
+            if isinstance(dim, int):
+                check_range(f"A dimension of tensor {shown(self.name)}", dim, 0, _MAX_DIMENSION)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +66,15 @@ class CacheSpec:
     def __post_init__(self) -> None:
         if len(self.past) != len(self.present) or not self.past:
             raise ManifestError("CacheSpec needs as many past as present names, and at least one pair.")
+        if len({*self.past, *self.present}) != 2 * len(self.past):
+            raise ManifestError("CacheSpec names a past or present tensor twice. Convert again.")
         if min(self.kv_heads, self.head_dim, self.max_length) < 1:
             raise ManifestError("CacheSpec sizes must be positive.")
+        check_range("CacheSpec.kv_heads", self.kv_heads, 1, _MAX_HEADS)
+        check_range("CacheSpec.head_dim", self.head_dim, 1, _MAX_HEADS)
+        check_range("CacheSpec.max_length", self.max_length, 1, _MAX_POSITIONS)
+        values = len(self.past) * self.kv_heads * self.head_dim * self.max_length
+        check_range("The number of values in CacheSpec", values, 1, _MAX_CACHE_VALUES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +99,7 @@ class FileSpec:
     sha256: str
 
     def __post_init__(self) -> None:
-        if self.size < 0 or not _SHA256.fullmatch(self.sha256):
+        if not 0 <= self.size <= _MAX_FILE_BYTES or not _SHA256.fullmatch(self.sha256):
             raise ManifestError("A file entry needs a size and a SHA-256 of 64 hex digits.")
 
 
@@ -122,39 +136,52 @@ class Manifest:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.schema_version != SCHEMA_VERSION:
-            raise ManifestError(
-                f"The manifest has schema version {self.schema_version}, and this edge-convert reads "
-                f"{SCHEMA_VERSION}. Install the matching version or convert again."
-            )
+        _check_version(self.schema_version)
         if self.task not in TASKS:
-            raise ManifestError(f"The manifest has the unknown task {self.task!r}; known: {', '.join(TASKS)}.")
+            raise ManifestError(f"The manifest has the unknown task {shown(self.task)}; known: {', '.join(TASKS)}.")
         if self.precision not in PRECISIONS:
             raise ManifestError(
-                f"The manifest has the unknown precision {self.precision!r}; known: {', '.join(PRECISIONS)}."
+                f"The manifest has the unknown precision {shown(self.precision)}; known: {', '.join(PRECISIONS)}."
             )
         for name in self.files:
             check_file_name(name)
         for role, graph in self.graphs.items():
             check_file_name(graph.file)
             if graph.file not in self.files:
-                raise ManifestError(f"The graph {role!r} names {graph.file!r}, which is not among the files.")
+                raise ManifestError(f"The graph {shown(role)} names {shown(graph.file)}, which is not among the files.")
 
     def to_json(self) -> str:
-        """The manifest as indented JSON with a final newline."""
-        return json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False) + "\n"
+        """The manifest as indented JSON with a final newline; ManifestError for what no JSON text can hold."""
+        try:
+            text = json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+            text.encode("utf-8")
+        except (ValueError, TypeError) as error:
+            raise ManifestError(f"The manifest cannot be written as JSON: {error}.") from error
+        return text
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
         """Parse and check; raises ManifestError for anything that the schema does not have."""
         try:
-            value = json.loads(text)
-        except (json.JSONDecodeError, RecursionError) as error:
+            value = load_json(text)
+        except ValueError as error:
             raise ManifestError(f"manifest.json is not JSON: {error}. Copy the bundle again.") from error
-        if isinstance(value, dict) and "schema_version" not in value:
-            raise ManifestError("manifest.json has no schema_version.")
-        manifest: Manifest = _parse(cls, value, "manifest")
+        if isinstance(value, dict):
+            if "schema_version" not in value:
+                raise ManifestError("manifest.json has no schema_version.")
+            version = value["schema_version"]
+            if isinstance(version, int) and not isinstance(version, bool):
+                _check_version(version)  # before the keys, which another version may have others of
+        manifest: Manifest = parse(cls, value, "manifest")
         return manifest
+
+
+def _check_version(version: int) -> None:
+    if version != SCHEMA_VERSION:
+        raise ManifestError(
+            f"The manifest has schema version {shown(version)}, and this edge-convert reads "
+            f"{SCHEMA_VERSION}. Install the matching version or convert again."
+        )
 
 
 def check_file_name(name: str) -> str:
@@ -170,47 +197,5 @@ def check_file_name(name: str) -> str:
         and name not in (".", "manifest.json")
     )
     if not plain:
-        raise ManifestError(f"The file name {name!r} is not a plain name inside the bundle; it is refused.")
+        raise ManifestError(f"The file name {shown(name)} is not a plain name inside the bundle; it is refused.")
     return name
-
-
-def _parse(kind: Any, value: Any, where: str) -> Any:
-    """`value` (from JSON) as `kind`: a dataclass, tuple, dict, union or plain type. No coercion."""
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        return _parse_dataclass(kind, value, where)
-    if origin in (types.UnionType, typing.Union):
-        for option in args:
-            if _fits(option, value):
-                return _parse(option, value, where)
-    elif origin is tuple and isinstance(value, list):
-        return tuple(_parse(args[0], item, f"{where}[{index}]") for index, item in enumerate(value))
-    elif origin is dict and isinstance(value, dict):
-        return {key: _parse(args[1], item, f"{where}.{key}") for key, item in value.items()}
-    elif kind is Any or _fits(kind, value):
-        return value
-    raise ManifestError(f"{where} in manifest.json is {type(value).__name__}, and {kind} is expected.")
-
-
-def _fits(kind: Any, value: Any) -> bool:
-    if kind is types.NoneType:
-        return value is None
-    if dataclasses.is_dataclass(kind):
-        return isinstance(value, dict)
-    return isinstance(value, typing.get_origin(kind) or kind) and not (kind is int and isinstance(value, bool))
-
-
-def _parse_dataclass(kind: Any, value: Any, where: str) -> Any:
-    if not isinstance(value, dict):
-        raise ManifestError(f"{where} in manifest.json is not an object.")
-    hints = typing.get_type_hints(kind)
-    unknown = sorted(set(value) - set(hints))
-    if unknown:
-        raise ManifestError(
-            f"{where} in manifest.json has the unknown key {unknown[0]!r}; known: {', '.join(sorted(hints))}."
-        )
-    for spec in dataclasses.fields(kind):
-        required = spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING
-        if required and spec.name not in value:
-            raise ManifestError(f"{where} in manifest.json has no {spec.name!r}.")
-    return kind(**{key: _parse(hints[key], item, f"{where}.{key}") for key, item in value.items()})

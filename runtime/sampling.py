@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from edge_convert.runtime.errors import DeviceError, UsageError
+from edge_convert.runtime.errors import DeviceError, UsageError, shown
 
 # Candidates below these fractions of the largest probability are left out first; almost always enough for top_p.
 _NUCLEUS_CUTS = (1e-2, 1e-4, 0.0)
@@ -23,10 +23,10 @@ class GenerationConfig:
 
     Attributes:
         max_tokens: Most tokens to generate, >= 1.
-        temperature: 0 is greedy; otherwise logits are divided by it.
+        temperature: In [0, 100]; 0 is greedy; otherwise logits are divided by it.
         top_k: Keep the k most likely tokens; 0 keeps all.
         top_p: Keep the smallest set of most likely tokens whose probabilities sum to at least this, in (0, 1].
-        repetition_penalty: > 0; positive logits of tokens in prompt or output are divided by it, negative
+        repetition_penalty: In [0.01, 100]; positive logits of tokens in prompt or output are divided by it, negative
             ones multiplied.
         frequency_penalty: In [-2, 2]; subtracted once for each time that a token was generated.
         presence_penalty: In [-2, 2]; subtracted once if a token was generated.
@@ -57,17 +57,17 @@ class GenerationConfig:
         _check("top_k", self.top_k, self.top_k >= 0, "0 (off) or more")
         _check("seed", self.seed, self.seed is None or self.seed >= 0, "0 or more, or None")
         for name, low, high, wanted in (
-            ("temperature", 0.0, math.inf, "0 (greedy) or more"),
+            ("temperature", 0.0, 100.0, "0 (greedy) to 100"),
             ("top_p", 0.0, 1.0, "more than 0 and at most 1"),
-            ("repetition_penalty", 0.0, math.inf, "more than 0"),
+            ("repetition_penalty", 0.01, 100.0, "0.01 to 100 (1 is off)"),
             ("frequency_penalty", -2.0, 2.0, "from -2 to 2"),
             ("presence_penalty", -2.0, 2.0, "from -2 to 2"),
         ):
             value = getattr(self, name)
             number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-            _check(name, value, number and math.isfinite(value) and low <= value <= high, wanted)
+            _check(name, value, number and bool(low <= value <= high), wanted)  # false for NaN too
+            object.__setattr__(self, name, float(value))
         _check("top_p", self.top_p, self.top_p > 0, "more than 0 and at most 1")
-        _check("repetition_penalty", self.repetition_penalty, self.repetition_penalty > 0, "more than 0")
         for text in self.stop:
             _check("stop", text, isinstance(text, str) and text != "", "strings that are not empty")
         for token in self.stop_token_ids:
@@ -76,23 +76,23 @@ class GenerationConfig:
 
 def _check(name: str, value: object, good: bool, wanted: str) -> None:
     if not good:
-        raise UsageError(f"{name}={value!r} is not possible. Use {wanted}.")
+        raise UsageError(f"{name}={shown(value)} is not possible. Use {wanted}.")
 
 
 def _integer(name: str, value: Any) -> int:
     if isinstance(value, bool):
-        raise UsageError(f"{name}={value!r} is not possible. Use a whole number.")
+        raise UsageError(f"{name}={shown(value)} is not possible. Use a whole number.")
     try:
         return operator.index(value)
     except TypeError as error:
-        raise UsageError(f"{name}={value!r} is not possible. Use a whole number.") from error
+        raise UsageError(f"{name}={shown(value)} is not possible. Use a whole number.") from error
 
 
 def _items(name: str, value: Any) -> tuple[Any, ...]:
     try:
         return tuple(value)
     except TypeError as error:
-        raise UsageError(f"{name}={value!r} is not possible. Use a list or tuple.") from error
+        raise UsageError(f"{name}={shown(value)} is not possible. Use a list or tuple.") from error
 
 
 class Sampler:
@@ -135,7 +135,8 @@ class Sampler:
         if self._repeats:
             seen = np.flatnonzero(self._seen)
             values, penalty = logits[seen], np.float32(self.config.repetition_penalty)
-            logits[seen] = np.where(values > 0, values / penalty, values * penalty)
+            with np.errstate(over="ignore"):
+                logits[seen] = np.where(values > 0, values / penalty, values * penalty)
         if self._counts_output:
             made = np.flatnonzero(self._counts)
             logits[made] -= self.config.frequency_penalty * self._counts[made] + self.config.presence_penalty

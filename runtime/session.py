@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from edge_convert.runtime.device import CPU_PROVIDER, DeviceProfile
-from edge_convert.runtime.errors import BundleError, DeviceError, MissingExtraError, ProviderUnavailableError
+from edge_convert.runtime.errors import BundleError, DeviceError, ProviderUnavailableError, shown
 from edge_convert.runtime.manifest import GraphSpec, TensorSpec
+from edge_convert.runtime.ort import import_onnxruntime
 from edge_convert.runtime.tensors import check_feed, ort_type_name
-from edge_convert.runtime.threads import available_cpus
+from edge_convert.runtime.threads import available_cpus, check_threads
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -38,9 +39,9 @@ class Session:
     """
 
     def __init__(self, path: Path, spec: GraphSpec, profile: DeviceProfile, *, threads: int | None = None) -> None:
-        if threads is not None and threads < 1:
-            raise DeviceError(f"threads is {threads}. Use 1 or more, or leave it out.")
-        ort = _import_onnxruntime()
+        if threads is not None:
+            threads = check_threads(threads)
+        ort = import_onnxruntime()
         self.spec = spec
         self.profile = profile
         self.threads = available_cpus() if threads is None else threads
@@ -83,16 +84,6 @@ class Session:
             reason = " ".join(str(error).split())
             raise DeviceError(f"Running {self.spec.file} on {self.providers[0]} failed: {reason}") from error
         return dict(zip(self._output_names, values, strict=True))
-
-
-def _import_onnxruntime() -> Any:
-    try:
-        import onnxruntime as ort
-    except ImportError as error:
-        raise MissingExtraError("onnxruntime", "cpu") from error
-    if not hasattr(ort, "InferenceSession"):  # what remains when one of the two packages is uninstalled
-        raise MissingExtraError("onnxruntime", "cpu")
-    return ort
 
 
 def _check_version(version: str, profile: DeviceProfile) -> None:
@@ -142,6 +133,6 @@ def _check_signature(file: str, kind: str, specs: Sequence[TensorSpec], actual: 
         differing = sorted(name for name in {*expected, *found} if expected.get(name) != found.get(name))
         name = differing[0]
         raise BundleError(
-            f"{file}: the {kind} {name!r} is {found.get(name, 'absent')} in the graph and "
+            f"{file}: the {kind} {shown(name)} is {found.get(name, 'absent')} in the graph and "
             f"{expected.get(name, 'absent')} in the manifest. Convert again."
         )

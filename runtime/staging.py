@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from edge_convert.runtime.errors import OutputError
+from edge_convert.runtime.errors import BundleError, ManifestError, OutputError, clip, shown
+from edge_convert.runtime.folder import MANIFEST_NAME, read_manifest, walk
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -27,7 +28,8 @@ def staged(destination: Path, *, force: bool) -> Iterator[Path]:
 
     On any exception, KeyboardInterrupt included, the new folder is removed and `destination` is as before.
     With `force` an existing bundle (or an empty folder) is exchanged for the new one in one step where the
-    system can, and removed only after that; a folder that is not a bundle is never replaced.
+    system can, and removed only after that. A folder is replaced only if this version can read its manifest and
+    the manifest lists every file in it; what those files hold does not matter.
 
     Raises:
         OutputError: `destination` exists without `force`, is a file, a link or another kind of folder, its
@@ -36,7 +38,7 @@ def staged(destination: Path, *, force: bool) -> Iterator[Path]:
     destination = Path(os.path.abspath(destination))
     _check_destination(destination, force=force)
     made = _make_parents(destination.parent)
-    folder = destination.parent / f".{destination.name}.{secrets.token_hex(4)}.partial"
+    folder = destination.parent / f".edge-convert-{secrets.token_hex(8)}.partial"  # short: `destination` may not be
     done = False
     try:
         _make(folder)
@@ -58,6 +60,21 @@ def staged(destination: Path, *, force: bool) -> Iterator[Path]:
 
 
 def _check_destination(destination: Path, *, force: bool) -> None:
+    if "\0" in str(destination):
+        raise OutputError(f"The output {shown(str(destination))} is no path: it has a NUL. Choose another name.")
+    try:
+        _check_place(destination, force=force)
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise _too_long(destination) from error
+        raise OutputError(f"The output {destination} cannot be looked at: {error.strerror}.") from error
+
+
+def _too_long(path: Path) -> OutputError:
+    return OutputError(f"The output's name {clip(path.name)} or its path is too long for the system. Shorten it.")
+
+
+def _check_place(destination: Path, *, force: bool) -> None:
     if destination.is_symlink():
         raise OutputError(f"The output {destination} is a link. Name the folder itself.")
     if not destination.exists():
@@ -66,19 +83,39 @@ def _check_destination(destination: Path, *, force: bool) -> None:
         raise OutputError(f"The output {destination} is a file, and a bundle is a folder. Choose another name.")
     if not force:
         raise OutputError(f"The output {destination} exists. Choose another name or replace it with --force.")
-    if not (destination / "manifest.json").is_file() and any(destination.iterdir()):
+    if any(destination.iterdir()) and (reason := _not_a_bundle(destination)):
         raise OutputError(
-            f"The output {destination} is a folder with other things than a bundle; it is not replaced, even with "
-            "--force. Choose another name."
+            f"The output {destination} is not replaced, even with --force: {reason}. "
+            "Choose another name, or remove the folder yourself."
         )
+
+
+def _not_a_bundle(folder: Path) -> str | None:
+    """Why `folder` may hold something that no edge-convert wrote; None for a bundle, damaged or not."""
+    if not os.path.lexists(folder / MANIFEST_NAME):
+        return f"it holds other things than a bundle and has no {MANIFEST_NAME}"
+    try:
+        listed = {*read_manifest(folder).files, MANIFEST_NAME}
+        found = walk(folder)
+    except ManifestError as error:
+        return f"its {MANIFEST_NAME} is not that of a bundle of this version ({str(error).rstrip('.')})"
+    except BundleError as error:
+        return str(error).rstrip(".")
+    other = sorted(set(found) - listed)
+    return f"it holds {shown(other[0])}, which its {MANIFEST_NAME} does not list" if other else None
 
 
 def _make_parents(parent: Path) -> list[Path]:
     """Create `parent` and what is missing above it; the created folders, innermost first."""
     missing = []
-    while not parent.exists():
-        missing.append(parent)
-        parent = parent.parent
+    try:
+        while not parent.exists():
+            missing.append(parent)
+            parent = parent.parent
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise _too_long(parent) from error
+        raise OutputError(f"The folder {parent} cannot be looked at: {error.strerror}.") from error
     made: list[Path] = []
     for folder in reversed(missing):
         _make(folder)
@@ -92,6 +129,8 @@ def _make(folder: Path) -> None:
     except OSError as error:
         if error.errno in _FULL:
             raise
+        if error.errno == errno.ENAMETOOLONG:
+            raise _too_long(folder) from error
         raise OutputError(
             f"The folder {folder.parent} cannot be written: {error.strerror}. Check its permissions or choose another."
         ) from error
@@ -107,6 +146,8 @@ def _move(folder: Path, destination: Path, *, force: bool) -> None:
     except OSError as error:
         if error.errno in _FULL:
             raise
+        if error.errno == errno.ENAMETOOLONG:
+            raise _too_long(destination) from error
         raise OutputError(f"The output {destination} cannot be moved into place: {error.strerror}.") from error
 
 
@@ -122,7 +163,7 @@ def _exchange(first: Path, second: Path) -> bool:
 
 def _replace_in_two_steps(folder: Path, destination: Path) -> None:
     """Set the old folder aside, move the new one in, then remove the old; put it back if the move fails."""
-    old = destination.with_name(f".{destination.name}.{secrets.token_hex(4)}.old")
+    old = destination.with_name(f".edge-convert-{secrets.token_hex(8)}.old")
     destination.rename(old)
     try:
         folder.rename(destination)

@@ -39,8 +39,10 @@ def check_feed(specs: Sequence[TensorSpec], feed: Mapping[str, np.ndarray[Any, A
 
     Fixed dims must be equal; dims with the same name must agree over all inputs.
     """
+    if not isinstance(feed, Mapping):
+        raise FeedError(f"A feed must be a dict of arrays by input name; found {type(feed).__name__}.")
     known = {spec.name for spec in specs}
-    if unknown := sorted(set(feed) - known):
+    if unknown := sorted(set(feed) - known, key=str):
         raise FeedError(f"The graph has no input {unknown[0]!r}; its inputs: {', '.join(sorted(known))}.")
     if missing := sorted(known - set(feed)):
         raise FeedError(f"The input {missing[0]!r} is missing. Feed all of: {', '.join(sorted(known))}.")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from pathlib import Path
+
+from edge_convert.runtime.errors import DeviceError, shown
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 PROC_CGROUP = Path("/proc/self/cgroup")
@@ -21,6 +24,23 @@ def available_cpus(*, cgroup_root: Path = CGROUP_ROOT, proc_cgroup: Path = PROC_
         cpus = os.cpu_count() or 1
     quota = cpu_quota(cgroup_root=cgroup_root, proc_cgroup=proc_cgroup)
     return max(1, cpus if quota is None else min(cpus, int(quota)))
+
+
+def max_threads() -> int:
+    """Most threads that a session takes: far beyond use, and far below what the system no longer starts."""
+    return max(64, 4 * (os.cpu_count() or 1))
+
+
+def check_threads(threads: int) -> int:
+    """`threads` as an int if a session can have that many; raises DeviceError otherwise."""
+    most = max_threads()
+    try:
+        number = 0 if isinstance(threads, bool) else operator.index(threads)
+    except TypeError:
+        number = 0
+    if not 1 <= number <= most:
+        raise DeviceError(f"threads is {shown(threads)}. Use 1 to {most}, or leave it out.")
+    return number
 
 
 def cpu_quota(*, cgroup_root: Path = CGROUP_ROOT, proc_cgroup: Path = PROC_CGROUP) -> float | None:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from edge_convert.runtime.errors import BundleError, InputError, UnknownNameError
+from edge_convert.runtime.errors import BundleError, InputError, UnknownNameError, clip, shown
+from edge_convert.validate.golden_check import check_golden, json_of
 from edge_convert.validate.metrics import log_softmax
 from edge_convert.validate.runner import (
     ClassifierReference,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 GOLDEN_FILE = "golden.npz"
 GOLDEN_VERSION = 1
 KEPT = 64
+MAX_BYTES = 1 << 29
 MAX_TOKENS = 32
 MAX_IMAGES = 8
 Golden = dict[str, npt.NDArray[Any]]
@@ -52,27 +54,38 @@ def write_golden(folder: Path, task: str, reference: Reference, *, images: Seque
 
 
 def read_golden(bundle: Bundle) -> Golden | None:
-    """The bundle's golden arrays, or None if it has none; raises BundleError if they cannot be read."""
+    """The bundle's golden arrays, or None if it has none; BundleError if they are not what `write_golden` writes."""
     if GOLDEN_FILE not in bundle.manifest.files:
         return None
     path = bundle.file(GOLDEN_FILE)
     try:
+        with zipfile.ZipFile(path) as packed:
+            size = sum(entry.file_size for entry in packed.infolist())
+        if size > MAX_BYTES:
+            raise ValueError(f"it unpacks to {size} bytes, and {MAX_BYTES} are possible")
         with np.load(path, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
-        raise BundleError(f"{GOLDEN_FILE} cannot be read: {error}. Copy the bundle again.") from error
+    except Exception as error:  # zipfile, zlib and NumPy's header parser raise a dozen kinds
+        reason = clip(" ".join(str(error).split()) or type(error).__name__)
+        raise BundleError(f"{GOLDEN_FILE} cannot be read: {reason}. Copy the bundle again.") from error
     found = (arrays.get("version", np.asarray(0)).tolist(), arrays.get("task", np.asarray("")).tolist())
     if found != (GOLDEN_VERSION, bundle.manifest.task):
         raise BundleError(
-            f"{GOLDEN_FILE} has version and task {found}, and {(GOLDEN_VERSION, bundle.manifest.task)} is expected. "
+            f"{GOLDEN_FILE} has version and task {shown(found)}, and {(GOLDEN_VERSION, bundle.manifest.task)} is expected. "
             "Convert the model again."
         )
+    try:
+        check_golden(arrays, bundle.manifest)
+    except ValueError as error:
+        raise BundleError(
+            f"{GOLDEN_FILE} is not golden data of this bundle: {error}. Convert the model again."
+        ) from error
     return arrays
 
 
 def unpack_json(array: npt.NDArray[Any]) -> Any:
     """The value behind an array written by `pack_json`."""
-    return json.loads(array.tobytes().decode("utf-8"))
+    return json_of(array)
 
 
 def pack_json(value: Any) -> npt.NDArray[np.uint8]:

@@ -73,7 +73,8 @@ class ChatTemplate:
 
 def check_messages(messages: Sequence[Message]) -> None:
     """Raise InputError unless `messages` is a list of mappings with a `role`, and not empty."""
-    if isinstance(messages, str | bytes | Mapping) or not messages:
+    given: Any = messages
+    if not isinstance(given, Sequence) or isinstance(given, str | bytes) or not given:
         raise InputError("A chat needs a list of messages. Give at least one {'role': 'user', 'content': '...'}.")
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):

@@ -12,13 +12,19 @@ from numpy.typing import NDArray
 
 from edge_convert.runtime.bundle import Bundle
 from edge_convert.runtime.device import DeviceProfile
-from edge_convert.runtime.errors import InputError, ManifestError, UsageError
+from edge_convert.runtime.errors import InputError, ManifestError, UsageError, shown
+from edge_convert.runtime.manifest import GraphSpec, TensorSpec
 from edge_convert.runtime.session import Session
+from edge_convert.runtime.strict import check_range, parse
+from edge_convert.wrappers.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 TASK = "feature-extraction"
+_INPUTS = ("input_ids", "attention_mask", "token_type_ids")
+_MAX_LENGTH = 1 << 20
+_MAX_TOKEN = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,24 +39,37 @@ class EmbedSettings:
     inputs: tuple[str, ...]
     output: str
 
+    def __post_init__(self) -> None:
+        check_range("processing.max_length", self.max_length, 1, _MAX_LENGTH)
+        check_range("processing.pad_token_id", self.pad_token_id, 0, _MAX_TOKEN)
+        check_range("processing.pad_token_type_id", self.pad_token_type_id, 0, _MAX_TOKEN)
+        check_range("processing.dimension", self.dimension, 1, _MAX_LENGTH)
+        if not set(self.inputs) <= set(_INPUTS) or "input_ids" not in self.inputs:
+            raise ManifestError(
+                f"processing.inputs in manifest.json is {shown(list(self.inputs))}; known: {', '.join(_INPUTS)}. "
+                "Convert the model again."
+            )
+
     @classmethod
     def from_processing(cls, processing: dict[str, Any]) -> EmbedSettings:
-        """Parse; raises ManifestError naming the missing key."""
-        try:
-            return cls(
-                tokenizer=str(processing["tokenizer"]),
-                max_length=int(processing["max_length"]),
-                pad_token_id=int(processing["pad_token_id"]),
-                pad_token_type_id=int(processing.get("pad_token_type_id", 0)),
-                dimension=int(processing["dimension"]),
-                inputs=tuple(processing["inputs"]),
-                output=str(processing["output"]),
-            )
-        except (KeyError, TypeError, ValueError) as error:
+        """Parse strictly; raises ManifestError that names the key."""
+        settings: EmbedSettings = parse(cls, processing, "processing")
+        return settings
+
+    def check_graph(self, spec: GraphSpec) -> None:
+        """Raise ManifestError unless the graph has these inputs and this output."""
+        inputs = {tensor.name for tensor in spec.inputs}
+        output = next((tensor for tensor in spec.outputs if tensor.name == self.output), None)
+        if inputs != set(self.inputs) or output is None or output.shape[-1:] not in ((self.dimension,), _named(output)):
             raise ManifestError(
-                f"The manifest's processing settings do not describe an embedder ({type(error).__name__}: {error}). "
-                "Convert the model again."
-            ) from error
+                f"processing in manifest.json has the inputs {', '.join(self.inputs)} and the output "
+                f"{shown(self.output)} of {self.dimension} numbers, and the graph has others. Convert the model again."
+            )
+
+
+def _named(tensor: TensorSpec) -> tuple[int | str, ...] | None:
+    """The last dimension of `tensor`, if it is one of any size."""
+    return tensor.shape[-1:] if tensor.shape and isinstance(tensor.shape[-1], str) else None
 
 
 class TextEmbedder:
@@ -64,6 +83,12 @@ class TextEmbedder:
 
     def __init__(self, session: Session, tokenizer: Tokenizer, settings: EmbedSettings) -> None:
         tokenizer.no_padding()
+        special = tokenizer.num_special_tokens_to_add(False)
+        if settings.max_length < special:  # the tokenizer would then not cut at all
+            raise ManifestError(
+                f"processing.max_length in manifest.json is {settings.max_length}, and the tokenizer adds {special} "
+                "special tokens. Convert the model again."
+            )
         tokenizer.enable_truncation(settings.max_length)
         self.session = session
         self.settings = settings
@@ -74,17 +99,17 @@ class TextEmbedder:
         cls, bundle: Bundle | Path | str, *, profile: DeviceProfile | None = None, threads: int | None = None
     ) -> TextEmbedder:
         """Open a feature-extraction bundle; `profile` overrides where it runs."""
-        from tokenizers import Tokenizer
-
         if not isinstance(bundle, Bundle):
-            bundle = Bundle.open(Path(bundle))
+            bundle = Bundle.open(bundle)
         if bundle.manifest.task != TASK:
             raise UsageError(
                 f"The bundle's task is {bundle.manifest.task}, and TextEmbedder runs {TASK}. Use its own wrapper."
             )
         settings = EmbedSettings.from_processing(bundle.manifest.processing)
-        tokenizer = Tokenizer.from_file(str(bundle.file(settings.tokenizer)))
-        return cls(bundle.session("encoder", profile=profile, threads=threads), tokenizer, settings)
+        tokenizer = load_tokenizer(bundle, settings.tokenizer)
+        session = bundle.session("encoder", profile=profile, threads=threads)
+        settings.check_graph(session.spec)
+        return cls(session, tokenizer, settings)
 
     @property
     def dimension(self) -> int:
@@ -101,8 +126,8 @@ class TextEmbedder:
         Texts of similar length share a batch, so that little is spent on padding; a text longer than
         the model's `max_length` is cut.
         """
-        if batch_size < 1:
-            raise UsageError(f"batch_size must be at least 1; found {batch_size}.")
+        if not isinstance(batch_size, int) or batch_size < 1:
+            raise UsageError(f"batch_size must be a whole number of at least 1; found {shown(batch_size)}.")
         items = [texts] if isinstance(texts, str) else list(texts)
         encoded = self._encode(items)
         vectors = np.empty((len(items), self.settings.dimension), np.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +13,16 @@ from numpy.typing import NDArray
 
 from edge_convert.runtime.bundle import Bundle
 from edge_convert.runtime.device import DeviceProfile
-from edge_convert.runtime.errors import FeedError, InputError, ManifestError, UsageError
+from edge_convert.runtime.errors import FeedError, InputError, ManifestError, UsageError, shown
+from edge_convert.runtime.manifest import GraphSpec
 from edge_convert.runtime.session import Session
+from edge_convert.runtime.strict import parse
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 TASK = "image-classification"
+_MAX_SIDE_PX = 1 << 14
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos")
 ImageLike: TypeAlias = "str | Path | NDArray[Any] | Image"
 
@@ -41,23 +45,40 @@ class ImageSettings:
                 f"resize_short_px {self.resize_short_px} is smaller than the crop {self.height}x{self.width}, or a "
                 "size is not positive. Correct the model's preprocessing settings."
             )
+        if self.resize_short_px > _MAX_SIDE_PX:
+            raise ManifestError(
+                f"resize_short_px is {shown(self.resize_short_px)}, and at most {_MAX_SIDE_PX} is possible. "
+                "Correct the model's preprocessing settings."
+            )
         for name, value, known in (
             ("interpolation", self.interpolation, INTERPOLATIONS),
             ("channel_order", self.channel_order, ("RGB", "BGR")),
             ("crop", self.crop, ("center",)),
         ):
             if value not in known:
-                raise ManifestError(f"The unknown {name} {value!r} is in the settings; known: {', '.join(known)}.")
+                raise ManifestError(f"The unknown {name} {shown(value)} is in the settings; known: {', '.join(known)}.")
 
     @classmethod
     def from_processing(cls, processing: dict[str, Any]) -> ImageSettings:
-        """Parse; raises ManifestError for a missing or unknown key."""
-        try:
-            return cls(**processing)
-        except TypeError as error:
+        """Parse strictly; raises ManifestError that names the key."""
+        settings: ImageSettings = parse(cls, processing, "processing")
+        return settings
+
+    def check_graph(self, spec: GraphSpec, labels: Sequence[str] | None) -> None:
+        """Raise ManifestError unless the graph takes these frames and gives one score for each label."""
+        frames = next((tensor.shape for tensor in spec.inputs if tensor.name == "frames"), ())
+        logits = next((tensor.shape for tensor in spec.outputs if tensor.name == "logits"), ())
+        wanted = (self.height, self.width, 3)
+        fixed = zip(frames[1:], wanted, strict=False)
+        if len(frames) != 4 or len(logits) != 2 or any(isinstance(dim, int) and dim != size for dim, size in fixed):
             raise ManifestError(
-                f"The manifest's processing settings do not describe a classifier ({error}). Convert the model again."
-            ) from error
+                f"The graph does not take frames of {self.height}x{self.width}x3 as the processing settings in "
+                "manifest.json say, or gives no logits. Convert the model again."
+            )
+        if labels is not None and isinstance(logits[1], int) and len(labels) != logits[1]:
+            raise ManifestError(
+                f"The bundle has {len(labels)} labels, and the graph gives {logits[1]} scores. Correct the labels and convert again."
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +101,19 @@ def load_image(image: ImageLike) -> Image:
         return PIL.Image.fromarray(_array_to_rgb8(image))
     if isinstance(image, (str, Path)):
         try:
-            with PIL.Image.open(image) as opened:
+            with warnings.catch_warnings():
+                # Pillow warns on stderr from a half of what it refuses; between the two a picture is simply large.
+                warnings.simplefilter("ignore", PIL.Image.DecompressionBombWarning)
+                opened = PIL.Image.open(image)
+            with opened:
                 opened.load()
                 return load_image(opened)
-        except (UnidentifiedImageError, OSError, SyntaxError, ValueError, PIL.Image.DecompressionBombError) as error:
+        except (PIL.Image.DecompressionBombError, MemoryError) as error:
+            raise InputError(
+                f"{Path(image).name} has too many pixels to be opened safely ({_first_line(error)}). "
+                "Give a smaller picture."
+            ) from error
+        except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
             raise InputError(
                 f"{Path(image).name} cannot be read as an image ({type(error).__name__}: {_first_line(error)}). "
                 "Give a PNG, JPEG, BMP or WebP file."
@@ -138,7 +168,7 @@ class ImageClassifier:
     ) -> ImageClassifier:
         """Open an image-classification bundle; `profile` overrides where it runs."""
         if not isinstance(bundle, Bundle):
-            bundle = Bundle.open(Path(bundle))
+            bundle = Bundle.open(bundle)
         if bundle.manifest.task != TASK:
             raise UsageError(
                 f"The bundle's task is {bundle.manifest.task}, and ImageClassifier runs {TASK}. Use its own wrapper."
@@ -146,8 +176,10 @@ class ImageClassifier:
         settings = ImageSettings.from_processing(bundle.manifest.processing)
         labels = None
         if settings.labels is not None:
-            labels = bundle.file(settings.labels).read_text("utf-8").splitlines()
-        return cls(bundle.session("classifier", profile=profile, threads=threads), settings, labels)
+            labels = bundle.read_text(settings.labels).splitlines()
+        session = bundle.session("classifier", profile=profile, threads=threads)
+        settings.check_graph(session.spec, labels)
+        return cls(session, settings, labels)
 
     def preprocess(self, image: ImageLike) -> NDArray[np.uint8]:
         """`preprocess` with this bundle's settings: uint8 (H, W, 3)."""
@@ -155,6 +187,8 @@ class ImageClassifier:
 
     def logits(self, frames: NDArray[np.uint8]) -> NDArray[np.float32]:
         """Scores before softmax, float32 (N, classes), of uint8 frames (N, H, W, 3)."""
+        if not isinstance(frames, np.ndarray):
+            raise FeedError(f"frames must be a NumPy array (N, H, W, 3); found {type(frames).__name__}.")
         if frames.ndim != 4:
             raise FeedError(f"frames must have the shape (N, H, W, 3); found {frames.shape}. Add the batch axis.")
         return np.asarray(self.session.run({"frames": frames})["logits"], np.float32)
@@ -164,8 +198,8 @@ class ImageClassifier:
 
         An array of 4 dimensions is a batch of images.
         """
-        if top_k < 1:
-            raise UsageError(f"top_k must be at least 1; found {top_k}.")
+        if not isinstance(top_k, int) or top_k < 1:
+            raise UsageError(f"top_k must be a whole number of at least 1; found {shown(top_k)}.")
         if isinstance(images, np.ndarray):
             items: list[Any] = list(images) if images.ndim == 4 else [images]
         else:

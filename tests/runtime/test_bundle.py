@@ -11,7 +11,14 @@ import pytest
 
 from edge_convert.runtime import staging
 from edge_convert.runtime.bundle import Bundle, collect_files, hash_file, staged, write_manifest
-from edge_convert.runtime.errors import BundleError, ChecksumError, ManifestError, OutputError, UnknownNameError
+from edge_convert.runtime.errors import (
+    BundleError,
+    ChecksumError,
+    ManifestError,
+    OutputError,
+    UnknownNameError,
+    UsageError,
+)
 from edge_convert.runtime.manifest import GraphSpec, Manifest, SourceSpec, TensorSpec
 
 
@@ -378,3 +385,81 @@ def test_every_public_name_of_the_runtime_exists() -> None:
 
     for name in runtime.__all__:
         assert getattr(runtime, name).__name__ == name
+
+
+def refused(destination: Path, message: str) -> None:
+    before = {path: path.read_bytes() for path in destination.rglob("*") if path.is_file()}
+    with pytest.raises(OutputError, match=message) as caught:
+        enter(destination, force=True)
+    assert "not replaced" in str(caught.value)
+    assert {path: path.read_bytes() for path in destination.rglob("*") if path.is_file()} == before
+    assert names(destination.parent) == {destination.name}
+
+
+@pytest.mark.parametrize(
+    "manifest", ['{"manifest_version": 3, "name": "extension", "version": "1"}', "{}", "[]", "no json", "\ud7ff{"]
+)
+def test_force_never_replaces_a_folder_with_another_manifest(tmp_path: Path, manifest: str) -> None:
+    (tmp_path / "extension").mkdir()
+    (tmp_path / "extension" / "manifest.json").write_text(manifest, encoding="utf-8")
+    (tmp_path / "extension" / "background.js").write_bytes(b"precious")
+    refused(tmp_path / "extension", "is not that of a bundle")
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "text/notes.txt", ".git/HEAD"])
+def test_force_never_replaces_a_bundle_with_files_of_somebody_else(folder: Path, name: str) -> None:
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_bytes(b"precious")
+    refused(folder, f"holds '{name}', which its manifest.json does not list")
+
+
+def test_force_never_replaces_a_bundle_of_a_newer_version(folder: Path) -> None:
+    rewrite(folder, lambda content: content.update(schema_version=2, invented_later=True))
+    refused(folder, "schema version 2.*Install the matching version")
+
+
+def test_force_never_replaces_a_folder_with_links(folder: Path, tmp_path: Path) -> None:
+    (folder / "text" / "tokenizer.json").unlink()
+    (folder / "text" / "tokenizer.json").symlink_to("/etc/hostname")
+    refused(folder, "is a link")
+
+
+def test_force_replaces_a_damaged_bundle(folder: Path, tmp_path: Path) -> None:
+    (folder / "encoder.onnx").write_bytes(b"edited by hand")
+    (folder / "text" / "tokenizer.json").unlink()
+    enter(folder, force=True)
+    assert names(tmp_path) == {"bundle"}
+    assert names(folder) == {"new"}
+
+
+def test_an_output_name_as_long_as_the_system_takes_works(tmp_path: Path) -> None:
+    make(tmp_path / ("x" * 250))
+    enter(tmp_path / ("x" * 250), force=True)
+    assert names(tmp_path / ("x" * 250)) == {"new"}
+
+
+def test_a_long_file_name_is_written(folder: Path) -> None:
+    Bundle.open(folder).update_file("x" * 250, b"1")
+    assert Bundle.open(folder).file("x" * 250).read_bytes() == b"1"
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "x" * 300 + "/out", "\0", "/".join(["x" * 200] * 30)])
+def test_an_impossible_output_name_is_one_short_sentence(tmp_path: Path, name: str) -> None:
+    with pytest.raises(OutputError) as caught:
+        enter(tmp_path / name, force=False)
+    assert "too long" in str(caught.value) or "no path" in str(caught.value)
+    assert names(tmp_path) == set()
+
+
+def test_text_of_a_file_must_be_utf8(folder: Path) -> None:
+    bundle = Bundle.open(folder)
+    assert bundle.read_text("text/tokenizer.json") == "{}"
+    bundle.update_file("labels.txt", b"caf\xe9")
+    with pytest.raises(BundleError, match="UTF-8"):
+        bundle.read_text("labels.txt")
+
+
+@pytest.mark.parametrize("path", [None, 3, b"x"])
+def test_open_takes_paths_only(path: object) -> None:
+    with pytest.raises(UsageError, match="Pass a path"):
+        Bundle.open(path)  # type: ignore[arg-type]

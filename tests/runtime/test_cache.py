@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
 from edge_convert.runtime.cache import KVCache
-from edge_convert.runtime.errors import BundleError, ContextLengthError, UsageError
+from edge_convert.runtime.errors import BundleError, ContextLengthError, DeviceError, UsageError
 from edge_convert.runtime.manifest import CacheSpec
 
 SPEC = CacheSpec(("past.k", "past.v"), ("present.k", "present.v"), kv_heads=3, head_dim=8, max_length=10)
@@ -57,8 +58,8 @@ def test_more_than_the_context_is_refused_and_changes_nothing() -> None:
     assert cache.length == 8
 
 
-@pytest.mark.parametrize("length", [-1, 6])
-def test_rewind_only_to_what_is_there(length: int) -> None:
+@pytest.mark.parametrize("length", [-1, 6, 0.0, "a", None, True])
+def test_rewind_only_to_what_is_there(length: Any) -> None:
     cache = KVCache(SPEC)
     cache.advance(5)
     with pytest.raises(UsageError, match="holds 5"):
@@ -69,3 +70,12 @@ def test_rewind_only_to_what_is_there(length: int) -> None:
 def test_what_the_runtime_cannot_hold_is_refused(change: dict[str, object]) -> None:
     with pytest.raises(BundleError, match="Convert"):
         KVCache(dataclasses.replace(SPEC, **change))  # type: ignore[arg-type]
+
+
+def test_a_cache_larger_than_the_memory_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("edge_convert.runtime.cache.np.zeros", full)
+    with pytest.raises(DeviceError, match="1920 bytes does not fit"):
+        KVCache(SPEC)

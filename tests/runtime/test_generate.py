@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -131,9 +132,12 @@ def test_a_full_context_is_refused_before_running(session: Session) -> None:
 
 @pytest.mark.parametrize(
     ("ids", "error"),
-    [([], InputError), ([96], FeedError), ([-1], FeedError), ([0.5], FeedError), ([[1, 2]], FeedError)],
-)
-def test_bad_ids_are_refused(session: Session, ids: list[int], error: type[Exception]) -> None:
+    [
+        ([], InputError), ([96], FeedError), ([-1], FeedError), ([0.5], FeedError), ([[1, 2]], FeedError),
+        ([[1], [1, 2]], FeedError), (None, FeedError), ("abc", FeedError), ([10**30], FeedError), ([True], FeedError),
+    ],
+)  # fmt: skip
+def test_bad_ids_are_refused(session: Session, ids: Any, error: type[Exception]) -> None:
     with pytest.raises(error):
         Decoder(session).prefill(ids)
     with pytest.raises(error):
@@ -143,6 +147,31 @@ def test_bad_ids_are_refused(session: Session, ids: list[int], error: type[Excep
 def test_a_step_outside_the_vocabulary_is_refused(session: Session) -> None:
     with pytest.raises(FeedError, match="96"):
         Decoder(session).step(96)
+
+
+@pytest.mark.parametrize("token", [1.5, True, "a", None, np.array([1, 2])])
+def test_a_step_takes_a_whole_number(session: Session, token: Any) -> None:
+    with pytest.raises(FeedError, match="whole number"):
+        Decoder(session).step(token)
+
+
+def test_a_step_takes_numpys_whole_numbers(session: Session) -> None:
+    np.testing.assert_array_equal(Decoder(session).step(np.int64(3)), Decoder(session).step(3))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"present": ("gone.0", "gone.1", "gone.2", "gone.3")}, {"kv_heads": 3}, {"head_dim": 8}, {"dtype": "float16"}],
+)
+def test_a_cache_that_does_not_fit_the_graph_is_refused(session: Session, change: dict[str, Any]) -> None:
+    assert session.spec.cache is not None
+    changed = dataclasses.replace(session.spec, cache=dataclasses.replace(session.spec.cache, **change))
+
+    class Other:
+        spec, device_type, ort = changed, "cpu", session.ort
+
+    with pytest.raises(BundleError, match="does not fit the graph"):
+        Decoder(Other())  # type: ignore[arg-type]
 
 
 def test_a_graph_that_the_loop_cannot_drive_is_refused(session: Session) -> None:
@@ -206,3 +235,28 @@ def test_two_generations_on_one_decoder_do_not_mix(session: Session) -> None:
     next(generate(decoder, [3, 4], GenerationConfig()))
     with pytest.raises(UsageError, match="Another generation"):
         next(first)
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda decoder: decoder.step(5),
+        lambda decoder: decoder.prefill([5]),
+        lambda decoder: decoder.logits_all([5]),
+        lambda decoder: decoder.rewind(1),
+        lambda decoder: decoder.prefill([5] * (64 - decoder.length)),
+    ],
+)
+def test_a_call_between_two_tokens_ends_the_generation(session: Session, between: Any) -> None:
+    decoder = Decoder(session)
+    tokens = generate(decoder, [1, 2], GenerationConfig(max_tokens=30))
+    next(tokens)
+    between(decoder)
+    with pytest.raises(UsageError, match="in between"):
+        next(tokens)
+
+
+@pytest.mark.parametrize("config", [None, {"max_tokens": 3}, 3])
+def test_the_settings_must_be_a_config(session: Session, config: Any) -> None:
+    with pytest.raises(UsageError, match="GenerationConfig"):
+        next(generate(Decoder(session), [1], config))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -86,6 +87,18 @@ def test_text_beyond_ascii_survives() -> None:
         (["files", "decoder.onnx", "sha256"], "F" * 64, "SHA-256"),
         (["files", "../evil"], {"size": 1, "sha256": "0" * 64}, "'../evil'"),
         (["files"], None, "manifest.files"),
+        (["files", "decoder.onnx", "size"], 1 << 60, "size"),
+        (["graphs", "decoder", "cache", "head_dim"], 10**6, "head_dim"),
+        (["graphs", "decoder", "cache", "kv_heads"], 10**30, "kv_heads"),
+        (["graphs", "decoder", "cache", "max_length"], 10**9, "max_length"),
+        (["graphs", "decoder", "cache", "past"], ["present.0"], "twice"),
+        (["graphs", "decoder", "inputs", 0, "shape"], [-1], "dimension of tensor 'input_ids'"),
+        (["graphs", "decoder", "inputs", 0, "shape"], [10**30], "dimension of tensor 'input_ids'"),
+        (["source", "name"], "a\ud800", "surrogate"),
+        (["processing", "\udfff"], 1, "surrogate"),
+        (["extra"], {"x": ["\ud800"]}, "surrogate"),
+        (["extra"], {"x": float("nan")}, "NaN"),
+        (["extra"], {"x": float("-inf")}, "-Infinity"),
     ],
 )
 def test_what_the_schema_does_not_have_is_refused(where: list[str | int], value: Any, message: str) -> None:
@@ -122,3 +135,44 @@ def test_plain_file_names(name: str) -> None:
 def test_other_file_names_are_refused(name: str) -> None:
     with pytest.raises(ManifestError):
         check_file_name(name)
+
+
+def test_a_cache_that_no_machine_holds_is_refused() -> None:
+    with pytest.raises(ManifestError, match="number of values"):
+        CacheSpec(("a",), ("b",), kv_heads=1 << 16, head_dim=1 << 16, max_length=1 << 20)
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "9" * 5000])
+def test_numbers_that_python_cannot_hold_are_refused(number: str) -> None:
+    text = example().to_json().replace('"extra": {}', f'"extra": {{"x": {number}}}')
+    if number.isdigit():
+        text = text.replace('"ir_version": 10', f'"ir_version": {number}.5')
+    with pytest.raises(ManifestError):
+        Manifest.from_json(text)
+
+
+@pytest.mark.parametrize("value", [float("nan"), "\ud800", {1, 2}])
+def test_what_cannot_be_read_back_is_not_written(value: Any) -> None:
+    with pytest.raises(ManifestError, match="cannot be written"):
+        dataclasses.replace(example(), extra={"x": value}).to_json()
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        ["task"], ["precision"], ["x" * 10**5], ["files", "/" + "x" * 10**5], ["graphs", "x" * 10**5],
+        ["graphs", "decoder", "file"], ["graphs", "decoder", "inputs", 0, "dtype"], ["tools", "x\n" * 10**5],
+    ],
+)  # fmt: skip
+def test_messages_stay_short_and_on_one_line(where: list[str | int]) -> None:
+    value: Any = 1.5 if where[0] in ("tools", "graphs") and len(where) == 2 else "y" * 10**5
+    with pytest.raises(ManifestError) as caught:
+        Manifest.from_json(changed(where, value))
+    assert len(str(caught.value)) < 500
+    assert "\n" not in str(caught.value)
+
+
+def test_a_newer_manifest_says_so_before_its_keys() -> None:
+    content = json.loads(example().to_json()) | {"schema_version": 3, "invented_later": 1}
+    with pytest.raises(ManifestError, match="schema version 3"):
+        Manifest.from_json(json.dumps(content))

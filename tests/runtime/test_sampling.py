@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from typing import Any
 
@@ -24,7 +25,9 @@ def draws(config: GenerationConfig, count: int = 4000, logits: np.ndarray = LOGI
         ("temperature", float("nan")), ("temperature", float("inf")), ("temperature", "hot"), ("top_k", -1),
         ("top_p", 0.0), ("top_p", 1.01), ("repetition_penalty", 0.0), ("frequency_penalty", 2.1),
         ("presence_penalty", -2.1), ("seed", -1), ("seed", "x"), ("stop", ("",)), ("stop", (3,)), ("stop", 3),
-        ("stop_token_ids", (-1,)), ("stop_token_ids", ("a",)),
+        ("stop_token_ids", (-1,)), ("stop_token_ids", ("a",)), ("temperature", 100.1), ("temperature", 10**400),
+        pytest.param("temperature", 10**5000, id="too long to write"), ("temperature", None), ("temperature", True), ("repetition_penalty", 1e-300),
+        ("repetition_penalty", 1e39), ("repetition_penalty", float("nan")), ("top_p", 10**400),
     ],
 )  # fmt: skip
 def test_values_out_of_range_are_refused_by_name(name: str, value: Any) -> None:
@@ -121,3 +124,20 @@ def test_a_seed_repeats_and_another_does_not() -> None:
 def test_logits_that_are_not_numbers_are_reported(value: float) -> None:
     with pytest.raises(DeviceError, match="not numbers"):
         Sampler(GenerationConfig())(np.array([0.0, value], np.float32))
+
+
+@pytest.mark.parametrize("penalty", [0.01, 100])
+@pytest.mark.parametrize("temperature", [0, 5e-324, 100])
+def test_the_extremes_draw_without_warnings(penalty: float, temperature: float) -> None:
+    config = GenerationConfig(temperature=temperature, repetition_penalty=penalty, top_p=0.9, seed=0)
+    sampler = Sampler(config, [0, 1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(5):
+            assert sampler(np.array([-3e38, -np.inf, 2.0, 1e30], np.float32)) in range(4)
+
+
+def test_a_long_value_is_shortened() -> None:
+    with pytest.raises(UsageError) as caught:
+        GenerationConfig(seed="x" * 10**5)  # type: ignore[arg-type]
+    assert len(str(caught.value)) < 300

@@ -88,8 +88,12 @@ def test_defaults(graph: Path) -> None:
 
 def test_threads_are_what_was_asked_for(graph: Path) -> None:
     assert Session(graph, SPEC, CPU, threads=1).ort.get_session_options().intra_op_num_threads == 1
-    with pytest.raises(DeviceError, match="threads is 0"):
-        Session(graph, SPEC, CPU, threads=0)
+
+
+@pytest.mark.parametrize("threads", [0, -1, 10**6, 10**30, "2", 1.5, True])
+def test_a_number_of_threads_that_no_system_starts_is_refused(graph: Path, threads: Any) -> None:
+    with pytest.raises(DeviceError, match=r"threads is .*Use 1 to"):
+        Session(graph, SPEC, CPU, threads=threads)
 
 
 @pytest.mark.parametrize("target", ["cuda", "jetson"])
@@ -201,3 +205,52 @@ def test_a_bundle_opens_its_graph(tmp_path: Path) -> None:
         with pytest.raises(ProviderUnavailableError):
             Bundle.open(folder).session("encoder")
     assert Bundle.open(folder).session("encoder", profile=CPU).device_type == "cpu"
+
+
+def importing_raises(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    import sys
+
+    class Finder:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "onnxruntime":
+                raise error
+
+    monkeypatch.delitem(sys.modules, "onnxruntime")
+    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+
+
+def test_an_interrupted_import_is_an_interruption(graph: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = ImportError("initialization failed")
+    error.__context__ = SystemError("unreported exception")
+    error.__context__.__cause__ = KeyboardInterrupt()
+    importing_raises(monkeypatch, error)
+    with pytest.raises(KeyboardInterrupt):
+        Session(graph, SPEC, CPU)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ImportError("libstdc++.so.6: GLIBCXX_3.4.32 not found"),
+        ModuleNotFoundError("No module named 'flatbuffers'", name="flatbuffers"),
+        SystemError("GLIBCXX_3.4.32 or flatbuffers is odd"),
+    ],
+)
+def test_an_import_that_fails_for_another_reason_says_which(
+    graph: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    importing_raises(monkeypatch, error)
+    with pytest.raises(DeviceError, match=r"is installed and cannot be imported .*(GLIBCXX_3.4.32|flatbuffers)"):
+        Session(graph, SPEC, CPU)
+
+
+def test_a_missing_part_of_onnxruntime_names_the_extra(graph: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    importing_raises(monkeypatch, ModuleNotFoundError("No module named x", name="onnxruntime.capi"))
+    with pytest.raises(MissingExtraError):
+        Session(graph, SPEC, CPU)
+
+
+@pytest.mark.parametrize("given", [None, [1], 5, {1: np.zeros(1), "z": np.zeros(1)}])
+def test_a_feed_that_is_no_dict_of_inputs_is_refused(graph: Path, given: Any) -> None:
+    with pytest.raises(FeedError):
+        Session(graph, SPEC, CPU, threads=1).run(given)

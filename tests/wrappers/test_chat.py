@@ -93,3 +93,9 @@ def test_a_template_can_neither_reach_out_nor_change_its_arguments(source: str) 
 def test_what_is_no_conversation_is_refused(messages: Any) -> None:
     with pytest.raises(InputError):
         ChatTemplate(CHATML).render(messages)
+
+
+@pytest.mark.parametrize("messages", [5, None, {"role": "user"}, "hi", b"hi", []])
+def test_what_is_no_list_of_messages_is_refused(messages: object) -> None:
+    with pytest.raises(InputError, match="list of messages"):
+        ChatTemplate("x").render(messages)  # type: ignore[arg-type]

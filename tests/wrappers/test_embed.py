@@ -7,8 +7,10 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 
-from edge_convert.runtime.errors import InputError, ManifestError, UsageError
+from edge_convert.runtime.errors import BundleError, InputError, ManifestError, UsageError
+from edge_convert.runtime.manifest import GraphSpec, TensorSpec
 from edge_convert.wrappers.embed import EmbedSettings, TextEmbedder
+from edge_convert.wrappers.tokenizer import load_tokenizer
 
 SETTINGS = EmbedSettings("tokenizer.json", 8, 0, 0, 2, ("input_ids", "attention_mask", "token_type_ids"), "embedding")
 WORDS = ("[PAD]", "[CLS]", "[SEP]", "[UNK]", "left", "right", "stop")
@@ -107,6 +109,62 @@ def test_bad_batch_size_is_refused():
         embedder.embed("left", batch_size=0)
 
 
-def test_settings_without_a_key_name_it():
+PROCESSING = {
+    "tokenizer": "tokenizer.json",
+    "max_length": 8,
+    "pad_token_id": 0,
+    "pad_token_type_id": 0,
+    "dimension": 2,
+    "inputs": ["input_ids", "attention_mask", "token_type_ids"],
+    "output": "embedding",
+}
+
+
+def test_settings_are_read_back():
+    assert EmbedSettings.from_processing(PROCESSING) == SETTINGS
+
+
+@pytest.mark.parametrize("key", [key for key in PROCESSING if key != "pad_token_type_id"])
+def test_settings_without_a_key_name_it(key):
+    with pytest.raises(ManifestError, match=key):
+        EmbedSettings.from_processing({name: value for name, value in PROCESSING.items() if name != key})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("tokenizer", 5), ("max_length", "8"), ("max_length", True), ("max_length", 0), ("max_length", 10**30),
+        ("pad_token_id", -1), ("pad_token_id", 1.5), ("pad_token_type_id", None), ("dimension", 0),
+        ("dimension", 10**30), ("inputs", "input_ids"), ("inputs", []), ("inputs", ["input_ids", "colour"]),
+        ("inputs", ["attention_mask"]), ("inputs", [1]), ("output", None), ("colour", "red"),
+    ],
+)  # fmt: skip
+def test_settings_are_checked(key, value):
+    with pytest.raises(ManifestError, match=key):
+        EmbedSettings.from_processing(PROCESSING | {key: value})
+
+
+def graph(dimension=2, names=SETTINGS.inputs, output="embedding"):
+    inputs = tuple(TensorSpec(name, "int64", ("batch", "sequence")) for name in names)
+    return GraphSpec("encoder.onnx", inputs, (TensorSpec(output, "float32", ("batch", dimension)),), 9, {}, {}, {})
+
+
+def test_settings_must_fit_the_graph():
+    SETTINGS.check_graph(graph())
+    SETTINGS.check_graph(graph("hidden"))
+    for other in (graph(3), graph(names=("input_ids",)), graph(output="pooled")):
+        with pytest.raises(ManifestError, match="the graph has others"):
+            SETTINGS.check_graph(other)
+
+
+def test_a_length_without_room_for_the_special_tokens_is_refused():
+    settings = EmbedSettings.from_processing(PROCESSING | {"max_length": 1})
     with pytest.raises(ManifestError, match="max_length"):
-        EmbedSettings.from_processing({"tokenizer": "tokenizer.json"})
+        TextEmbedder(FakeSession(), make_tokenizer(), settings).embed("left")  # type: ignore[arg-type]
+
+
+def test_a_broken_tokenizer_is_a_bundle_error(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    bundle = type("B", (), {"file": lambda _, name: tmp_path / name})()
+    with pytest.raises(BundleError, match=r"tokenizer\.json is not a tokenizer"):
+        load_tokenizer(bundle, "tokenizer.json")

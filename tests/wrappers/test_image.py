@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
 from PIL import Image
 
-from edge_convert.runtime.errors import FeedError, InputError, ManifestError, UsageError
+from edge_convert.runtime.bundle import Bundle, collect_files, write_manifest
+from edge_convert.runtime.errors import BundleError, FeedError, InputError, ManifestError, UsageError
+from edge_convert.runtime.manifest import GraphSpec, Manifest, SourceSpec, TensorSpec
 from edge_convert.wrappers.image import ImageClassifier, ImageSettings, load_image, preprocess
 
 SETTINGS = ImageSettings(height=224, width=224, resize_short_px=256)
@@ -125,5 +129,86 @@ def test_settings_are_checked():
         ImageSettings(height=2, width=2, resize_short_px=2, interpolation="area")
     with pytest.raises(ManifestError, match="resize_short_px"):
         ImageSettings(height=4, width=4, resize_short_px=2)
-    with pytest.raises(ManifestError, match="do not describe"):
+    with pytest.raises(ManifestError, match="has no 'resize_short_px'"):
         ImageSettings.from_processing({"height": 2, "width": 2})
+
+
+PROCESSING = {"height": 4, "width": 4, "resize_short_px": 8, "labels": "labels.txt"}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("height", 0), ("height", "4"), ("height", 4.0), ("width", True), ("resize_short_px", 10**30),
+        ("interpolation", 3), ("interpolation", "x" * 10**5), ("channel_order", None), ("crop", "left"),
+        ("labels", 3), ("labels", ["a"]), ("colour", "red"),
+    ],
+)  # fmt: skip
+def test_processing_is_parsed_strictly(key, value):
+    with pytest.raises(ManifestError, match="size is not positive" if value == 0 else key) as caught:
+        ImageSettings.from_processing(PROCESSING | {key: value})
+    assert len(str(caught.value)) < 400
+
+
+def graph(height=4, classes=2):
+    return GraphSpec(
+        "classifier.onnx",
+        (TensorSpec("frames", "uint8", ("batch", height, 4, 3)),),
+        (TensorSpec("logits", "float32", ("batch", classes)),),
+        9, {}, {}, {},
+    )  # fmt: skip
+
+
+def write_bundle(folder, labels, **options):
+    folder.mkdir()
+    (folder / "labels.txt").write_bytes(labels)
+    (folder / "classifier.onnx").write_bytes(b"")
+    graphs, files = {"classifier": graph(**options)}, collect_files(folder)
+    source = SourceSpec("module", "toy", "0" * 64)
+    manifest = Manifest("image-classification", "cpu", "fp32", source, graphs, PROCESSING, files, {}, "now")
+    write_manifest(folder, manifest)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("labels", "options", "message"),
+    [
+        (b"caf\xe9\nb\n", {}, r"labels\.txt.*UTF-8"),
+        (b"a\n", {}, "1 labels, and the graph gives 2"),
+        (b"a\nb\nc\n", {}, "3 labels, and the graph gives 2"),
+        (b"a\nb\n", {"height": 5}, "does not take frames of 4x4x3"),
+    ],
+)
+def test_labels_and_frames_must_fit_the_graph(tmp_path, monkeypatch, labels, options, message):
+    opened = type("S", (), {"spec": graph(**options)})()
+    monkeypatch.setattr(Bundle, "session", lambda *_, **__: opened)
+    with pytest.raises(BundleError, match=message):
+        ImageClassifier.load(write_bundle(tmp_path / "bad", labels, **options))
+
+
+def test_labels_of_a_graph_with_any_number_of_classes_are_taken(tmp_path, monkeypatch):
+    opened = type("S", (), {"spec": graph(classes="classes")})()
+    monkeypatch.setattr(Bundle, "session", lambda *_, **__: opened)
+    assert ImageClassifier.load(write_bundle(tmp_path / "b", b"a\r\nb\r\n")).labels == ("a", "b")
+
+
+def test_a_bomb_is_called_one_and_a_large_picture_is_opened_quietly(tmp_path, monkeypatch):
+    Image.fromarray(noise(100, 100)).save(tmp_path / "a.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 4000)
+    with pytest.raises(InputError, match=r"a\.png has too many pixels .*Give a smaller picture"):
+        load_image(tmp_path / "a.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 6000)  # Pillow warns from here to twice as many
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert load_image(tmp_path / "a.png").size == (100, 100)
+
+
+@pytest.mark.parametrize("top_k", ["a", 1.5, None, -1])
+def test_top_k_is_a_whole_number(top_k):
+    with pytest.raises(UsageError, match="top_k"):
+        make_classifier().classify(noise(9, 9), top_k=top_k)
+
+
+def test_frames_are_an_array():
+    with pytest.raises(FeedError, match="NumPy array"):
+        make_classifier().logits([1])  # type: ignore[arg-type]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from edge_convert.runtime.bundle import Bundle, collect_files, write_manifest
 from edge_convert.runtime.device import load_profile
-from edge_convert.runtime.errors import BundleError, ContextLengthError, InputError
+from edge_convert.runtime.errors import BundleError, ContextLengthError, InputError, UsageError
 from edge_convert.runtime.generate import Decoder
 from edge_convert.runtime.manifest import Manifest, SourceSpec
 from edge_convert.runtime.sampling import GenerationConfig
@@ -214,3 +215,63 @@ def test_a_decoder_can_be_given_directly(tmp_path: Path) -> None:
     template = ChatTemplate(TEMPLATE, {"bos_token": "<s>"})
     model = TextGenerator(decoder, byte_tokenizer(), processing=PROCESSING, template=template)
     assert len(model.generate("a", GenerationConfig(max_tokens=3)).token_ids) <= 3
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokenizer": 5}, "processing.tokenizer .* str is expected"),
+        ({"tokenizer": "gone.json"}, "has no file 'gone.json'"),
+        ({"chat_template": ["a"]}, "processing.chat_template"),
+        ({"chat_template": "gone.jinja"}, "has no file"),
+        ({"chat_template": ""}, "has no file"),
+        ({"chat_template": "../manifest.json"}, "has no file"),
+        ({"eos_token_ids": None}, "processing.eos_token_ids"),
+        ({"eos_token_ids": 5}, "processing.eos_token_ids"),
+        ({"eos_token_ids": "257"}, "processing.eos_token_ids"),
+        ({"eos_token_ids": [True]}, "processing.eos_token_ids"),
+        ({"eos_token_ids": [1.5]}, "processing.eos_token_ids"),
+        ({"eos_token_ids": [-1]}, "eos_token_ids"),
+        ({"eos_token_ids": [VOCAB]}, "token id 258, and the vocabulary has 258"),
+        ({"bos_token_id": VOCAB}, "token id 258"),
+        ({"bos_token_id": -1}, "bos_token_id"),
+        ({"bos_token_id": "x"}, "bos_token_id"),
+        ({"bos_token": 3}, "processing.bos_token"),
+        ({"context_length": 0}, "context_length"),
+        ({"context_length": 129}, "the cache holds 128"),
+        ({"context_length": 10**30}, "context_length"),
+        ({"add_special_tokens": 5}, "add_special_tokens"),
+        ({"colour": "red"}, "unknown key 'colour'"),
+    ],
+)
+def test_settings_that_are_not_of_this_model_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    folder = write_bundle(tmp_path / "b")
+    manifest = Bundle.open(folder).manifest
+    write_manifest(folder, dataclasses.replace(manifest, processing=PROCESSING | change))
+    with pytest.raises(BundleError, match=message):
+        TextGenerator.load(folder, threads=1)
+
+
+def test_a_chat_template_that_is_not_utf8_is_a_bundle_error(tmp_path: Path) -> None:
+    folder = write_bundle(tmp_path / "b")
+    Bundle.open(folder).update_file("chat_template.jinja", b"caf\xe9")
+    with pytest.raises(BundleError, match=r"chat_template\.jinja.*UTF-8"):
+        TextGenerator.load(folder, threads=1)
+
+
+@pytest.mark.parametrize("config", [{"max_tokens": 3}, 3, "greedy", {}])
+def test_the_settings_of_a_generation_must_be_a_config(model: TextGenerator, config: Any) -> None:
+    for call in (model.generate, model.stream):
+        with pytest.raises(UsageError, match="GenerationConfig"):
+            call("a", config)
+    for chat in (model.chat, model.stream_chat):
+        with pytest.raises(UsageError, match="GenerationConfig"):
+            chat([{"role": "user", "content": "a"}], config)
+
+
+def test_a_step_between_two_pieces_ends_the_stream(model: TextGenerator) -> None:
+    pieces = model.stream("abc", GenerationConfig(max_tokens=60, temperature=1.0, seed=4))
+    next(pieces)
+    model.decoder.step(3)
+    with pytest.raises(UsageError, match="in between"):
+        list(pieces)
