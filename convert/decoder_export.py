@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from edge_convert.runtime.errors import ExportError, MissingExtraError, UnsupportedModelError
+from edge_convert.convert.interrupt import raise_if_disk_full, raise_if_interrupted
+from edge_convert.convert.weights import first_line
+from edge_convert.runtime.errors import EdgeError, ExportError, MissingExtraError, UnsupportedModelError
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +60,9 @@ class GenaiExporter:
                 raise _export_error(checkpoint, error) from error
             log.info("gate and up projections stay apart: %s", error)
             self._build_plain(checkpoint, folder, precision, provider)
-        except (KeyError, AttributeError, TypeError, RuntimeError, OSError) as error:
+        except EdgeError:
+            raise
+        except Exception as error:
             raise _export_error(checkpoint, error) from error
         settings = json.loads((folder / "genai_config.json").read_text("utf-8"))["model"]
         decoder = settings["decoder"]
@@ -73,7 +77,9 @@ class GenaiExporter:
     def _build_plain(self, checkpoint: Path, folder: Path, precision: str, provider: str) -> None:
         try:
             self._build(checkpoint, folder, precision, provider, fuse=False)
-        except (ValueError, KeyError, AttributeError, TypeError, RuntimeError, OSError) as error:
+        except EdgeError:
+            raise
+        except Exception as error:
             raise _export_error(checkpoint, error) from error
 
     def _build(self, checkpoint: Path, folder: Path, precision: str, provider: str, *, fuse: bool) -> None:
@@ -90,6 +96,7 @@ class GenaiExporter:
             try:
                 create_model(*place, cache, **parsed)
             except NotImplementedError as error:
+                raise_if_interrupted(error)
                 raise _unsupported(checkpoint, error) from error
 
 
@@ -125,10 +132,12 @@ def _unsupported(checkpoint: Path, error: Exception) -> UnsupportedModelError:
 
 
 def _export_error(checkpoint: Path, error: Exception) -> ExportError:
+    """The error in one sentence; an interrupt and a full disk are raised as themselves."""
+    raise_if_interrupted(error)
+    raise_if_disk_full(error)
     config = _config(checkpoint)
     found = ", ".join(config.get("architectures") or [str(config.get("model_type"))])
-    reason = (str(error).strip().splitlines() or ["no message"])[0][:200]
     return ExportError(
-        f"The exporter failed on the architecture {found} ({type(error).__name__}: {reason}). Check that the "
+        f"The exporter failed on the architecture {found} ({type(error).__name__}: {first_line(error)}). Check that the "
         "folder loads in transformers, and run again with --verbose for the trace."
     )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_convert.convert.interrupt import raise_if_interrupted
 from edge_convert.convert.quantize import fold_constants
 from edge_convert.runtime.errors import ExportError, UnsupportedModelError
 
@@ -40,6 +41,7 @@ class Original:
         try:
             self._session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         except Exception as error:
+            raise_if_interrupted(error)
             raise UnsupportedModelError(f"ONNX Runtime cannot load {path.name}: {first_line(error)}") from error
         self.name = path.name
         self.inputs: dict[str, tuple[str, tuple[int | str | None, ...]]] = {
@@ -52,6 +54,7 @@ class Original:
         try:
             found = self._session.run([output], dict(feed))[0]
         except Exception as error:
+            raise_if_interrupted(error)
             raise UnsupportedModelError(f"{self.name} fails on a sample input: {first_line(error)}") from error
         return np.asarray(found)
 

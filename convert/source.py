@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from edge_convert.convert.external_data import check_external_data
+from edge_convert.convert.gguf import check_gguf
 from edge_convert.runtime.errors import SourceError, UnsupportedModelError
 
 KINDS = "a Hugging Face folder or hub id, a .gguf file, an .onnx file, or module:factory"
@@ -48,7 +50,7 @@ def open_source(text: str) -> Source:
     if path.suffix == ".gguf":
         return _open_gguf(_existing(path), text)
     if path.suffix == ".onnx":
-        data = _check_external_data(_existing(path))
+        data = check_external_data(_existing(path))
         beside = [file for name in ONNX_SIDE_FILES if (file := path.parent / name).is_file()]
         return Source("onnx", text, path.resolve(), {}, _sha256([path, *data, *beside]), path.stem)
     if match := _FACTORY.fullmatch(text):
@@ -120,26 +122,59 @@ def _open_folder(folder: Path, text: str) -> Source:
     config_file = folder / "config.json"
     if not config_file.is_file():
         raise SourceError(f"{text} has no config.json; found: {', '.join(names[:8])}. Give {KINDS}.")
-    try:
-        config = json.loads(config_file.read_text("utf-8"))
-    except ValueError as error:
-        raise SourceError(f"{config_file} is not JSON: {error}. Copy or download it again.") from error
-    if not isinstance(config, dict):
-        raise SourceError(f"{config_file} is not a JSON object. Copy or download it again.")
+    config = read_object(config_file)
+    _check_names(config, config_file)
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
         raise SourceError(
             f"{text} has a config and no *.safetensors weights; found: {', '.join(names[:8])}. "
             "Download the weights, or save them with save_pretrained()."
         )
-    for file in weights:
-        check_safetensors(file)
+    tensors = sum(check_safetensors(file) for file in weights)
+    for part in (config, config.get("text_config")):
+        layers = part.get("num_hidden_layers") if isinstance(part, dict) else None
+        if isinstance(layers, int) and layers > tensors:
+            raise SourceError(
+                f"{config_file} asks for {layers} layers, and the weights have {tensors} tensors. Use the config that "
+                "belongs to the weights."
+            )
     extras = [folder / name for name in names if name.endswith((".json", ".txt", ".model"))]
     return Source("huggingface", text, folder.resolve(), config, _sha256([*weights, *extras]), folder.resolve().name)
 
 
-def check_safetensors(path: Path) -> None:
-    """Raise SourceError unless the header is sound and the file as long as it says."""
+def read_json(path: Path) -> Any:
+    """What the JSON file says, None if there is none; raises SourceError for a broken one."""
+    if not path.is_file():
+        return None
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except RecursionError as error:
+        raise SourceError(f"{path.name} is nested too deeply to be read. Copy or download it again.") from error
+    except ValueError as error:
+        raise SourceError(f"{path.name} is not JSON: {error}. Copy or download it again.") from error
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in the JSON file, {} if there is no file; raises SourceError for a broken one."""
+    found = read_json(path) if path.is_file() else {}
+    if not isinstance(found, dict):
+        raise SourceError(f"{path.name} is not a JSON object. Copy or download it again.")
+    return found
+
+
+def _check_names(config: dict[str, Any], file: Path) -> None:
+    """Raise SourceError unless the config names its model the way transformers writes it."""
+    architectures, model_type = config.get("architectures"), config.get("model_type")
+    if architectures is not None and not (
+        isinstance(architectures, list) and all(isinstance(name, str) for name in architectures)
+    ):
+        raise SourceError(f"{file} has the architectures {architectures!r:.80}; a list of names is needed. Correct it.")
+    if model_type is not None and not isinstance(model_type, str):
+        raise SourceError(f"{file} has the model_type {model_type!r:.80}; a name is needed. Correct it.")
+
+
+def check_safetensors(path: Path) -> int:
+    """The number of tensors; raises SourceError unless the header is sound and the file as long as it says."""
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(8)
@@ -148,58 +183,18 @@ def check_safetensors(path: Path) -> None:
     try:
         tensors = json.loads(header)
         end = max((entry["data_offsets"][1] for name, entry in tensors.items() if name != "__metadata__"), default=0)
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
         raise SourceError(f"{path.name} is not a whole safetensors file ({size} bytes). Download it again.") from error
     if 8 + length + end != size:
         raise SourceError(
             f"{path.name} is truncated: {size} bytes found, {8 + length + end} expected. Download it again."
         )
+    return len(tensors.keys() - {"__metadata__"})
 
 
 def _open_gguf(path: Path, text: str) -> Source:
-    with path.open("rb") as file:
-        if file.read(4) != b"GGUF":
-            raise SourceError(f"{text} does not start with the GGUF magic. Download it again.")
-    from gguf import GGUFReader
-
-    try:
-        reader = GGUFReader(path)
-        architecture = str(reader.fields["general.architecture"].contents())
-        end = max(int(tensor.data_offset) + int(tensor.n_bytes) for tensor in reader.tensors)
-    except (ValueError, KeyError, IndexError, TypeError, OverflowError, AttributeError) as error:
-        raise SourceError(f"{text} is truncated or not a GGUF model ({error}). Download it again.") from error
-    if end > path.stat().st_size:
-        raise SourceError(f"{text} is truncated: {path.stat().st_size} bytes found, {end} expected. Download it again.")
+    architecture = check_gguf(path)
     return Source("gguf", text, path.resolve(), {"model_type": architecture}, _sha256([path]), path.stem)
-
-
-def _check_external_data(path: Path) -> list[Path]:
-    """The external data files; refuses one that lies outside the ONNX file's folder, is linked, or is missing."""
-    import onnx
-    from google.protobuf.message import DecodeError
-    from onnx.external_data_helper import _get_all_tensors, uses_external_data
-
-    try:
-        model = onnx.load(path, load_external_data=False)
-    except (DecodeError, ValueError) as error:
-        raise SourceError(f"{path} is not an ONNX model ({error}). Export it again.") from error
-    if not model.graph.output:
-        raise SourceError(f"{path} is not an ONNX model (it has no outputs). Export it again.")
-    folder, files = path.parent.resolve(), set()
-    for tensor in _get_all_tensors(model):
-        if not uses_external_data(tensor):
-            continue
-        location = next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
-        data = folder / location
-        if not location or not data.resolve().is_relative_to(folder) or data.is_symlink():
-            raise SourceError(
-                f"{path.name} keeps the tensor {tensor.name!r} in {location!r}, outside its folder; it is refused. "
-                "Save the model again with its data beside it."
-            )
-        if not data.is_file():
-            raise SourceError(f"{path.name} needs {location!r} beside it, and it is missing. Copy both files.")
-        files.add(data)
-    return sorted(files)
 
 
 def _open_factory(text: str, module: str, factory: str) -> Source:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,8 +12,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_convert.convert.interrupt import raise_if_disk_full, raise_if_interrupted
 from edge_convert.convert.quantize import quantise_dynamic, rename_output, to_float16
 from edge_convert.convert.recipe import Exported, Recipe, Request
+from edge_convert.convert.source import read_json, read_object
+from edge_convert.convert.weights import first_line, load_whole
 from edge_convert.runtime.errors import ExportError, SourceError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -41,11 +43,13 @@ class EncoderLayout:
 def read_layout(folder: Path, config: dict[str, Any]) -> EncoderLayout:
     """Read modules.json, the pooling's config and the length limits; mean pooling without modules.json."""
     pooling, normalise = "mean", False
-    modules = _read_json(folder / "modules.json")
+    modules = read_json(folder / "modules.json")
+    if not isinstance(modules or [], list) or not all(isinstance(module, dict) for module in modules or []):
+        raise SourceError("modules.json is not a list of modules. Copy or download it again.")
     for module in modules or []:
         kind = str(module.get("type", "")).rpartition(".")[2]
         if kind == "Pooling":
-            pooling = _read_pooling(folder / module["path"] / "config.json")
+            pooling = _read_pooling(folder / str(module.get("path", "")) / "config.json")
         elif kind == "Normalize":
             normalise = True
         elif kind != "Transformer":
@@ -63,7 +67,7 @@ def export(request: Request, folder: Path) -> dict[str, Exported]:
     source = _folder(request)
     layout = read_layout(source, request.source.config)
     _register_attention()
-    encoder = _load_model(source, attention=_ATTENTION)
+    encoder = _load_model(request, attention=_ATTENTION)
     names = _input_names(encoder)
     module = _sentence_encoder(encoder, names, layout)
     ids = torch.randint(0, int(encoder.config.vocab_size), (2, 7), generator=torch.Generator().manual_seed(0))
@@ -82,9 +86,12 @@ def export(request: Request, folder: Path) -> dict[str, Exported]:
             output_names=[_EXPORT_OUTPUT],
             dynamic_shapes={"args": tuple(axes for _ in names)},
         )
-    except torch.onnx.OnnxExporterError as error:
+    except Exception as error:
+        raise_if_interrupted(error)
+        raise_if_disk_full(error)
         raise ExportError(
-            f"{request.source.name} could not be exported: {str(error).strip().splitlines()[0][:200]}"
+            f"{request.source.name} could not be exported ({type(error).__name__}: {first_line(error)}). Run again with "
+            "--verbose for the trace."
         ) from error
     rename_output(path, _EXPORT_OUTPUT, OUTPUT)
     return {"encoder": Exported(path)}
@@ -104,7 +111,7 @@ def quantise(request: Request, graphs: dict[str, Exported], folder: Path) -> dic
 
 def package(request: Request, folder: Path) -> dict[str, Any]:
     """Write tokenizer.json and return the wrapper's settings."""
-    source, config = _folder(request), request.source.config
+    source, encoder = _folder(request), _load_model(request, attention="eager")
     if (source / "tokenizer.json").is_file():
         shutil.copyfile(source / "tokenizer.json", folder / "tokenizer.json")
     else:
@@ -112,11 +119,11 @@ def package(request: Request, folder: Path) -> dict[str, Any]:
     tokenizer = _load_tokenizer(source)
     return {
         "tokenizer": "tokenizer.json",
-        "max_length": read_layout(source, config).max_length,
+        "max_length": read_layout(source, request.source.config).max_length,
         "pad_token_id": int(tokenizer.pad_token_id or 0),
         "pad_token_type_id": int(tokenizer.pad_token_type_id),
-        "dimension": int(config["hidden_size"] if "hidden_size" in config else config["dim"]),
-        "inputs": list(_input_names(_load_model(source, attention="eager"))),
+        "dimension": int(encoder.config.hidden_size),
+        "inputs": list(_input_names(encoder)),
         "output": OUTPUT,
     }
 
@@ -156,7 +163,7 @@ def reference(request: Request) -> OriginalEmbedder:
     """The original transformer with eager attention in fp32, its pooling and normalisation."""
     source = _folder(request)
     layout = read_layout(source, request.source.config)
-    encoder = _load_model(source, attention="eager")
+    encoder = _load_model(request, attention="eager")
     names = _input_names(encoder)
     module = _sentence_encoder(encoder, names, layout)
     return OriginalEmbedder(request.source.name, module, names, _load_tokenizer(source), layout.max_length)
@@ -170,20 +177,10 @@ def _folder(request: Request) -> Path:
     return request.source.path
 
 
-def _read_json(path: Path) -> Any:
-    """The parsed file, or None if there is none; raises SourceError for a broken one."""
-    if not path.is_file():
-        return None
-    try:
-        return json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise SourceError(f"{path.name} is not JSON: {error}. Copy or download it again.") from error
-
-
 def _read_pooling(path: Path) -> str:
     """The one pooling that the config asks for; raises UnsupportedModelError for any other."""
-    config = _read_json(path)
-    if config is None:
+    config = read_object(path)
+    if not path.is_file():
         raise SourceError(f"modules.json asks for {path.parent.name}/config.json, and it is missing. Copy it too.")
     if "pooling_mode" in config:
         modes = config["pooling_mode"] if isinstance(config["pooling_mode"], list) else [config["pooling_mode"]]
@@ -200,28 +197,32 @@ def _read_pooling(path: Path) -> str:
 
 def _max_length(folder: Path, config: dict[str, Any]) -> int:
     """The smallest of the sentence length, the tokenizer's limit and the position table."""
-    sentence = (_read_json(folder / "sentence_bert_config.json") or {}).get("max_seq_length")
-    limits = [sentence] if sentence else [(_read_json(folder / "tokenizer_config.json") or {}).get("model_max_length")]
+    sentence = read_object(folder / "sentence_bert_config.json").get("max_seq_length")
+    limits = [sentence] if sentence else [read_object(folder / "tokenizer_config.json").get("model_max_length")]
     positions = config.get("max_position_embeddings")
+    for limit in (*limits, positions):
+        if limit is not None and not isinstance(limit, int | float):
+            raise SourceError(f"A length limit of {folder.name} is {limit!r:.80}; a number is needed. Correct it.")
     if positions and config.get("model_type") in ("roberta", "xlm-roberta", "camembert", "mpnet"):
         positions -= int(config.get("pad_token_id") or 1) + 1  # positions start behind the padding index
     found = [int(limit) for limit in (*limits, positions) if limit and limit < _NO_LIMIT]
     return min(found, default=512)
 
 
-def _load_model(folder: Path, *, attention: str) -> Any:
+def _load_model(request: Request, *, attention: str) -> Any:
+    """The encoder in fp32; its pooler is not used, and many embedders were saved without one."""
     import torch
     from transformers import AutoModel
 
-    try:
-        model = AutoModel.from_pretrained(
-            folder, attn_implementation=attention, dtype=torch.float32, local_files_only=True
-        )
-    except (ValueError, OSError, KeyError, RuntimeError) as error:
-        raise UnsupportedModelError(
-            f"{folder.name} cannot be loaded as an encoder: {str(error).strip().splitlines()[0][:200]}"
-        ) from error
-    return model.eval()
+    return load_whole(
+        AutoModel,
+        _folder(request),
+        request.source.name,
+        unused=("pooler.",),
+        attn_implementation=attention,
+        dtype=torch.float32,
+        local_files_only=True,
+    ).eval()
 
 
 def _load_tokenizer(folder: Path) -> Any:
@@ -229,9 +230,10 @@ def _load_tokenizer(folder: Path) -> Any:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (ValueError, OSError, KeyError) as error:
+    except Exception as error:  # the tokenizers library raises plain Exception
+        raise_if_interrupted(error)
         raise SourceError(
-            f"The tokenizer of {folder.name} cannot be loaded: {str(error).strip().splitlines()[0][:200]}"
+            f"The tokenizer of {folder.name} cannot be loaded ({first_line(error)}). Copy or download it again."
         ) from error
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise UnsupportedModelError(f"The tokenizer of {folder.name} has no tokenizer.json form, which bundles need.")

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_convert.convert.calibration import calibration_images
+from edge_convert.convert.interrupt import raise_if_disk_full, raise_if_interrupted
 from edge_convert.convert.quantize import Feed, fold_constants, quantise_static, to_float16
 from edge_convert.convert.recipe import Exported, Recipe, Request
 from edge_convert.convert.source import load_factory
@@ -102,9 +103,10 @@ def export(request: Request, folder: Path) -> dict[str, Exported]:
             dynamic_shapes=({0: torch.export.Dim("batch")},),
         )
     except torch.onnx.OnnxExporterError as error:
-        raise ExportError(
-            f"{request.source.name} could not be exported: {str(error).strip().splitlines()[0][:200]}"
-        ) from error
+        raise_if_interrupted(error)
+        raise_if_disk_full(error)
+        reason = (str(error).strip().splitlines() or ["no message"])[0]
+        raise ExportError(f"{request.source.name} could not be exported: {reason[:200]}") from error
     fold_constants(raw, path)
     raw.unlink()
     return {"classifier": Exported(path)}

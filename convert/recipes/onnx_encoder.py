@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_convert.convert.interrupt import raise_if_interrupted
 from edge_convert.convert.onnx_graph import INNER, Original, load_graph, opset_of, surround, to_float32, write_graph
 from edge_convert.convert.recipe import Exported, Recipe, Request
 from edge_convert.convert.recipes import feature_extraction
 from edge_convert.convert.recipes.feature_extraction import EncoderLayout
 from edge_convert.convert.recipes.onnx_file import PRECISIONS, check_batch, check_precision, free_batch, source_path
-from edge_convert.convert.recipes.onnx_preprocessing import read_json
+from edge_convert.convert.source import read_object
 from edge_convert.runtime.errors import SourceError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -230,7 +231,7 @@ def _input_type(original: Original, name: str) -> int:
 
 
 def _layout(folder: Path) -> EncoderLayout:
-    layout = feature_extraction.read_layout(folder, read_json(folder / "config.json"))
+    layout = feature_extraction.read_layout(folder, read_object(folder / "config.json"))
     if (folder / "modules.json").is_file():
         return layout
     return EncoderLayout("mean", True, layout.max_length)
@@ -245,6 +246,7 @@ def _load_tokenizer(folder: Path) -> Any:
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:
+        raise_if_interrupted(error)
         raise SourceError(f"tokenizer.json beside the ONNX file cannot be read: {str(error)[:160]}") from error
     tokenizer.no_padding()
     return tokenizer
@@ -252,8 +254,8 @@ def _load_tokenizer(folder: Path) -> Any:
 
 def _padding(folder: Path) -> tuple[int, int]:
     """Pad token id and pad token type id: tokenizer.json's own, else config.json's, else 0."""
-    padding = read_json(folder / "tokenizer.json").get("padding") or {}
-    fallback = read_json(folder / "config.json").get("pad_token_id") or 0
+    padding = read_object(folder / "tokenizer.json").get("padding") or {}
+    fallback = read_object(folder / "config.json").get("pad_token_id") or 0
     return int(padding.get("pad_id", fallback)), int(padding.get("pad_type_id", 0))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from edge_convert.convert.source import read_object
 from edge_convert.runtime.errors import ManifestError, SourceError, UnsupportedModelError
 from edge_convert.wrappers.image import ImageSettings
 
@@ -28,19 +28,6 @@ class FramePreparation:
     warnings: tuple[str, ...] = ()
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in the file, {} if there is none; raises SourceError for a broken one."""
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise SourceError(f"{path.name} is not JSON: {error}. Copy or download it again.") from error
-    if not isinstance(found, dict):
-        raise SourceError(f"{path.name} is not a JSON object. Copy or download it again.")
-    return found
-
-
 def read_preparation(path: Path, size: Sequence[int | str | None], *, normalised: bool) -> FramePreparation:
     """Read preprocessor_config.json beside the ONNX file at `path`.
 
@@ -51,7 +38,7 @@ def read_preparation(path: Path, size: Sequence[int | str | None], *, normalised
 
     Raises SourceError if something needed is not said there, UnsupportedModelError if it cannot be done.
     """
-    config = read_json(path.parent / FILE)
+    config = read_object(path.parent / FILE)
     if not config and not normalised:
         raise SourceError(
             f"{FILE} must lie beside {path.name}: it says how pixels are normalised. Put one there with mean and std "
@@ -73,7 +60,7 @@ def read_labels(path: Path, classes: int) -> tuple[str, ...] | None:
     if file.is_file():
         labels = file.read_text("utf-8").splitlines()
     else:
-        table = read_json(path.parent / "config.json").get("id2label") or {}
+        table = read_object(path.parent / "config.json").get("id2label") or {}
         try:
             numbered = {int(key): value for key, value in table.items()}
             labels = [str(numbered[index]) for index in range(len(numbered))]

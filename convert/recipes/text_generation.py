@@ -15,8 +15,10 @@ from edge_convert.convert import decoder_passes as passes
 from edge_convert.convert.decoder_export import GRAPH_FILE, DecoderExporter, GenaiExporter
 from edge_convert.convert.decoder_quantize import WeightPlan, halve_weights, quantise_graph
 from edge_convert.convert.gguf import unpack_gguf
+from edge_convert.convert.interrupt import raise_if_interrupted
 from edge_convert.convert.recipe import Exported, Recipe, Request
 from edge_convert.convert.source import Source
+from edge_convert.convert.weights import check_whole, first_line, load_whole
 from edge_convert.runtime.errors import ExportError, InputError, UnsupportedModelError
 from edge_convert.runtime.manifest import CacheSpec
 
@@ -32,7 +34,10 @@ _TOKENIZER, _TEMPLATE = "tokenizer.json", "chat_template.jinja"
 
 def export(request: Request, folder: Path) -> dict[str, Exported]:
     """Write the decode graph in fp32, or in fp16 for a CUDA target asked for fp16, into `folder`."""
+    from transformers import AutoModelForCausalLM
+
     checkpoint = _checkpoint(request.source)
+    check_whole(AutoModelForCausalLM, checkpoint, request.source.name)
     raw_folder = folder / "raw"
     native_half = request.precision == "fp16" and _on_cuda(request)
     precision, provider = ("fp16", "cuda") if native_half else ("fp32", "cpu")
@@ -187,10 +192,10 @@ def _tokenizer(checkpoint: Path) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(checkpoint)
-    except (OSError, ValueError, KeyError) as error:
-        reason = (str(error).strip().splitlines() or ["no message"])[0][:160]
+    except Exception as error:  # the tokenizers library raises plain Exception
+        raise_if_interrupted(error)
         raise UnsupportedModelError(
-            f"{checkpoint.name} has no tokenizer that transformers can load ({reason}). Save it beside the weights."
+            f"{checkpoint.name} has no tokenizer that transformers can load ({first_line(error)}). Save it beside the weights."
         ) from error
 
 
@@ -201,9 +206,8 @@ class TorchDecoderReference:
         import torch
         from transformers import AutoModelForCausalLM
 
-        self.name = name
-        model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-        self._model = model.eval()
+        self.name = f"{name} (transformers, fp32)"
+        self._model = load_whole(AutoModelForCausalLM, checkpoint, name, dtype=torch.float32).eval()
         self._tokenizer = _tokenizer(checkpoint)
 
     def logits(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
@@ -230,7 +234,7 @@ class TorchDecoderReference:
 
 def reference(request: Request) -> TorchDecoderReference:
     """The original of `request` in fp32; for GGUF the dequantised model."""
-    return TorchDecoderReference(_checkpoint(request.source), f"{request.source.name} (transformers, fp32)")
+    return TorchDecoderReference(_checkpoint(request.source), request.source.name)
 
 
 RECIPE = Recipe(

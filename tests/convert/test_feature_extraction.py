@@ -8,13 +8,13 @@ import numpy as np
 import onnx
 import pytest
 from assets import minilm_folder
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models
 
 from edge_convert.convert.recipe import Request
 from edge_convert.convert.recipes.feature_extraction import RECIPE, read_layout
 from edge_convert.convert.source import open_source
 from edge_convert.runtime.device import load_profile
-from edge_convert.runtime.errors import SourceError, UnsupportedModelError
+from edge_convert.runtime.errors import ExportError, SourceError, UnsupportedModelError
 from edge_convert.wrappers.embed import EmbedSettings, TextEmbedder
 
 TEXTS = (
@@ -94,6 +94,83 @@ def test_max_length(tmp_path, sentence, tokenizer, config, wanted):
     if tokenizer:
         write(tmp_path, "tokenizer_config.json", {"model_max_length": tokenizer})
     assert read_layout(tmp_path, config).max_length == wanted
+
+
+def bert(folder, *, drop="", add=(), **config):
+    """A random BERT of two layers, without the tensors that contain `drop`, its config changed after saving."""
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import BertConfig, BertModel
+
+    sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
+    BertModel(BertConfig(**sizes, num_hidden_layers=2, max_position_embeddings=32)).save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    kept = {name: value for name, value in tensors.items() if not drop or drop not in name}
+    kept |= {name: torch.ones(16) for name in add}
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    write(folder, "config.json", json.loads((folder / "config.json").read_text("utf-8")) | config)
+    vocabulary = {token: index for index, token in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "hello"])}
+    Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]")).save(str(folder / "tokenizer.json"))
+    return Request(open_source(str(folder)), load_profile("cpu"), "fp32", None, None, lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"drop": "layer.1.output"}, r"tiny lacks 4 tensors .*encoder\.layer\.1\.output"),
+        ({"num_hidden_layers": 3}, r"lacks 16 tensors .*layer\.2"),
+        ({"num_hidden_layers": 1}, r"16 tensors that its config leaves out .*layer\.1"),
+        ({"intermediate_size": 8}, "of another shape"),
+        ({"num_attention_heads": 0}, "cannot be loaded by transformers"),
+    ],
+)
+def test_weights_that_are_not_the_configs(tmp_path, change, message):
+    request = bert(tmp_path / "tiny", **change)
+    for stage in (lambda: RECIPE.export(request, tmp_path), lambda: RECIPE.reference(request)):
+        with pytest.raises(SourceError, match=message):
+            stage()
+
+
+def test_an_encoder_without_pooler_and_with_a_head_of_its_training(tmp_path):
+    request = bert(tmp_path / "tiny", drop="pooler", add=["cls.predictions.bias", "embeddings.position_ids"])
+    assert RECIPE.reference(request).embed(["hello"]).shape == (1, 16)
+    assert RECIPE.package(request, tmp_path)["dimension"] == 16
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected"), [(KeyboardInterrupt(), KeyboardInterrupt), (ValueError("odd"), ExportError)]
+)
+def test_what_the_exporter_raises(tmp_path, monkeypatch, raised, expected):
+    import torch
+
+    def fail(*_, **__):
+        raise torch.onnx.OnnxExporterError("") from raised
+
+    request = bert(tmp_path / "tiny")
+    monkeypatch.setattr(torch.onnx, "export", fail)
+    with pytest.raises(expected):
+        RECIPE.export(request, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("modules.json", {"a": 1}, "not a list of modules"),
+        ("modules.json", [5], "not a list of modules"),
+        ("sentence_bert_config.json", [5], "not a JSON object"),
+        ("sentence_bert_config.json", {"max_seq_length": "long"}, "a number is needed"),
+    ],
+)
+def test_side_files_with_other_types(tmp_path, name, value, message):
+    write(tmp_path, name, value)
+    with pytest.raises(SourceError, match=message):
+        read_layout(tmp_path, {})
+
+
+def test_a_side_file_that_is_nested_too_deeply(tmp_path):
+    (tmp_path / "modules.json").write_text("[" * 200_000)
+    with pytest.raises(SourceError, match="nested too deeply"):
+        read_layout(tmp_path, {})
 
 
 class Runner:

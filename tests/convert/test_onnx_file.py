@@ -7,7 +7,8 @@ import json
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
+from onnx_files import CLASSES, IMAGENET, SIZE, classifier, encoder, save
 from PIL import Image
 
 from edge_convert.convert.onnx_graph import Original
@@ -15,71 +16,11 @@ from edge_convert.convert.pipeline import convert, load_reference
 from edge_convert.convert.recipe import Request, find_recipe
 from edge_convert.convert.recipes.onnx_classifier import IMAGE_CLASSIFICATION
 from edge_convert.convert.recipes.onnx_encoder import FEATURE_EXTRACTION
-from edge_convert.convert.recipes.onnx_preprocessing import read_preparation
 from edge_convert.convert.source import open_source
 from edge_convert.runtime.device import load_profile
 from edge_convert.runtime.errors import ConversionError, ExportError, SourceError, UnsupportedModelError, UsageError
 from edge_convert.wrappers.embed import TextEmbedder
 from edge_convert.wrappers.image import ImageClassifier
-
-VOCAB, WIDTH, SIZE, CLASSES = 320, 64, 32, 10
-IMAGENET = {
-    "image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225], "rescale_factor": 1 / 255,
-    "size": {"shortest_edge": 36}, "crop_size": {"height": SIZE, "width": SIZE}, "resample": 3,
-}  # fmt: skip
-
-
-def save(path, nodes, inputs, outputs, weights, *, opset=17, **options):
-    graph = helper.make_graph(
-        nodes,
-        "tiny",
-        [helper.make_tensor_value_info(*item) for item in inputs],
-        [helper.make_tensor_value_info(*item) for item in outputs],
-        [numpy_helper.from_array(value, name) for name, value in weights.items()],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)])
-    model.ir_version = min(model.ir_version, 10)
-    onnx.checker.check_model(model)
-    onnx.save(model, path, **options)
-    return path
-
-
-def encoder(folder, *, sentence=False, types=True, kind=TensorProto.INT64, opset=17, output=None, **options):
-    """A per-token network over an embedding table; with `sentence` the plain sum over the real tokens."""
-    rng = np.random.default_rng(0)
-    weights = {
-        "table": rng.standard_normal((VOCAB, WIDTH)).astype(np.float32),
-        "up": (rng.standard_normal((WIDTH, 2 * WIDTH)) / 8).astype(np.float32),
-        "down": (rng.standard_normal((2 * WIDTH, WIDTH)) / 11).astype(np.float32),
-        "kinds": rng.standard_normal((2, WIDTH)).astype(np.float32),
-    }
-    node = helper.make_node
-    nodes = [node("Gather", ["table", "input_ids"], ["x"])]
-    names = ["input_ids", "attention_mask"]
-    if types:
-        names.append("token_type_ids")
-        nodes += [node("Gather", ["kinds", "token_type_ids"], ["kind"]), node("Add", ["x", "kind"], ["y"])]
-    nodes += [
-        node("MatMul", ["y" if types else "x", "up"], ["wide"]),
-        node("Tanh", ["wide"], ["bent"]),
-        node("MatMul", ["bent", "down"], ["hidden"]),
-    ]
-    name, shape = output or "last_hidden_state", ("b", "s", WIDTH)
-    if sentence:
-        weights["axis"], weights["last"] = np.array([1], np.int64), np.array([2], np.int64)
-        nodes += [
-            node("Cast", ["attention_mask"], ["mask"], to=TensorProto.FLOAT),
-            node("Unsqueeze", ["mask", "last"], ["kept"]),
-            node("Mul", ["hidden", "kept"], ["masked"]),
-            node("ReduceSum", ["masked", "axis"], [name], keepdims=0),
-        ]
-        shape = ("b", WIDTH)
-    else:
-        nodes.append(node("Identity", ["hidden"], [name]))
-    inputs = [(item, kind, ("b", "s")) for item in names]
-    return save(
-        folder / "model.onnx", nodes, inputs, [(name, TensorProto.FLOAT, shape)], weights, opset=opset, **options
-    )
 
 
 @pytest.fixture(scope="module")
@@ -116,40 +57,6 @@ def modules(folder, pooling, *, normalise):
     (folder / "modules.json").write_text(json.dumps(listed))
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling/config.json").write_text(json.dumps({f"pooling_mode_{pooling}": True}))
-
-
-def classifier(folder, *, planar=True, batch="n", softmax=False, opset=17, size=SIZE, **options):
-    rng = np.random.default_rng(1)
-    weights = {
-        "first": (rng.standard_normal((8, 3, 3, 3)) / 4).astype(np.float32),
-        "second": (rng.standard_normal((16, 8, 3, 3)) / 6).astype(np.float32),
-        "head": rng.standard_normal((16, CLASSES)).astype(np.float32),
-        "bias": rng.standard_normal(CLASSES).astype(np.float32),
-    }
-    node = helper.make_node
-    nodes = []
-    if not planar:
-        weights |= {"middle": np.array(127, np.float32), "spread": np.array(128, np.float32)}
-        nodes = [
-            node("Cast", ["image"], ["float"], to=TensorProto.FLOAT),
-            node("Sub", ["float", "middle"], ["centred"]),
-            node("Div", ["centred", "spread"], ["scaled"]),
-            node("Transpose", ["scaled"], ["planes"], perm=[0, 3, 1, 2]),
-        ]
-    nodes += [
-        node("Conv", ["image" if planar else "planes", "first"], ["c1"], strides=[2, 2], pads=[1, 1, 1, 1]),
-        node("Relu", ["c1"], ["r1"]),
-        node("Conv", ["r1", "second"], ["c2"], strides=[2, 2], pads=[1, 1, 1, 1]),
-        node("Relu", ["c2"], ["r2"]),
-        node("GlobalAveragePool", ["r2"], ["pool"]),
-        node("Flatten", ["pool"], ["flat"]),
-        node("Gemm", ["flat", "head", "bias"], ["scores"]),
-        node("Softmax", ["scores"], ["out"], axis=1) if softmax else node("Identity", ["scores"], ["out"]),
-    ]
-    shape = (batch, 3, size, size) if planar else (batch, size, size, 3)
-    kind = TensorProto.FLOAT if planar else TensorProto.UINT8
-    outputs = [("out", TensorProto.FLOAT, (batch, CLASSES))]
-    return save(folder / "net.onnx", nodes, [("image", kind, shape)], outputs, weights, opset=opset, **options)
 
 
 def preparation(folder, value):
@@ -329,37 +236,6 @@ def test_a_fixed_batch_of_one_and_a_softmax(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("config", "mean", "std"),
-    [
-        ({"mean": [1, 2, 3], "std": 2}, (1, 2, 3), (2, 2, 2)),
-        ({"image_mean": [0.5] * 3, "image_std": [0.25] * 3}, (127.5,) * 3, (63.75,) * 3),
-        ({"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "rescale_factor": 0.01}, (50,) * 3, (50,) * 3),
-        ({"image_mean": [127] * 3, "image_std": [128] * 3, "do_rescale": False}, (127,) * 3, (128,) * 3),
-        ({"do_normalize": False, "rescale_factor": 1 / 255}, (0,) * 3, (255,) * 3),
-    ],
-)
-def test_mean_and_std(tmp_path, config, mean, std):
-    preparation(tmp_path, config)
-    found = read_preparation(tmp_path / "net.onnx", (SIZE, SIZE), normalised=False)
-    np.testing.assert_allclose((found.mean, found.std), (mean, std))
-
-
-@pytest.mark.parametrize(
-    ("config", "graph", "wanted"),
-    [
-        ({"mean": 0, "std": 1}, (20, 30), (20, 30, 30)),
-        ({"mean": 0, "std": 1, "size": 40, "crop_size": 32}, ("h", "w"), (32, 32, 40)),
-        ({"mean": 0, "std": 1, "size": {"shortest_edge": 28}, "crop_pct": 0.875, "crop_size": 28}, (28, 28), (28, 28, 32)),
-        ({"mean": 0, "std": 1, "size": {"height": 32, "width": 32}}, ("h", "w"), (32, 32, 32)),
-    ],
-)  # fmt: skip
-def test_sizes(tmp_path, config, graph, wanted):
-    preparation(tmp_path, config)
-    found = read_preparation(tmp_path / "net.onnx", graph, normalised=False).settings
-    assert (found.height, found.width, found.resize_short_px) == wanted
-
-
-@pytest.mark.parametrize(
     ("config", "message"),
     [
         (None, "must lie beside"),
@@ -440,6 +316,22 @@ def test_an_opset_that_cannot_be_lowered_is_an_export_error(tmp_path):
 def test_a_decoder_file_is_refused_with_what_to_give(beside):
     with pytest.raises(UnsupportedModelError, match="GGUF"):
         convert(str(encoder(beside)), target="cpu", task="text-generation", output=beside / "out")
+
+
+def test_an_interrupt_in_onnxruntime_is_no_broken_model(beside, monkeypatch):
+    import onnxruntime
+
+    def interrupted(*_, **__):
+        raise RuntimeError("wrapped") from KeyboardInterrupt()
+
+    path = encoder(beside)
+    original = Original(path)
+    monkeypatch.setattr(original._session, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        original.run("last_hidden_state", {})
+    monkeypatch.setattr(onnxruntime, "InferenceSession", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Original(path)
 
 
 def test_other_sources_keep_their_recipes():

@@ -6,13 +6,16 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from edge_convert.convert.mixed_precision import shield
 from edge_convert.convert.quantize import (
+    _write_static,
     fold_constants,
     quantise_dynamic,
     quantise_static,
     rename_output,
     to_float16,
 )
+from edge_convert.convert.rounding import columns, compensated
 from edge_convert.runtime.errors import ExportError
 
 RNG = np.random.default_rng(0)
@@ -158,3 +161,96 @@ def test_renaming_an_output_that_is_taken_inside(encoder, tmp_path):
     session = ort.InferenceSession(str(encoder))
     assert [value.name for value in session.get_outputs()] == ["rows"]
     np.testing.assert_array_equal(session.run(None, feed)[0], wanted)
+
+
+def test_weights_are_rounded_so_that_their_errors_cancel():
+    """Inputs that move together: the summed error of an output is far below that of nearest rounding."""
+    inputs = (RNG.normal(size=(1, 2, 500)).repeat(8, axis=1) + 0.01 * RNG.normal(size=(1, 16, 500))).astype(np.float32)
+    rows = RNG.normal(size=(1, 4, 16)).astype(np.float32)
+    scale = np.abs(rows).max(2) / 127
+    found = compensated(rows, scale, inputs @ inputs.transpose(0, 2, 1))
+    assert np.array_equal(found, np.rint(found))
+    assert np.abs(found).max() <= 127
+    nearest = np.rint(rows / scale[..., None])
+    errors = [np.square((rows - integers * scale[..., None]) @ inputs).mean() for integers in (found, nearest)]
+    assert errors[0] < errors[1] / 4
+
+
+@pytest.mark.parametrize(
+    ("shape", "attributes"),
+    [
+        ((6, 4, 3, 3), {"pads": [1, 0, 1, 2], "strides": [2, 1]}),
+        ((8, 1, 3, 3), {"group": 4, "pads": [2, 2, 2, 2], "dilations": [2, 2]}),
+        ((6, 2, 1, 1), {"group": 2}),
+    ],
+)
+def test_columns_are_what_a_convolution_multiplies(tmp_path, shape, attributes):
+    weights = RNG.normal(size=shape).astype(np.float32)
+    node = helper.make_node("Conv", ["x", "w"], ["y"], "conv", kernel_shape=shape[2:], **attributes)
+    path = save(
+        tmp_path / "in.onnx",
+        [node],
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 4, 9, 8])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
+        {"w": weights},
+    )
+    x = RNG.normal(size=(1, 4, 9, 8)).astype(np.float32)
+    groups = attributes.get("group", 1)
+    products = weights.reshape(groups, shape[0] // groups, -1) @ columns(node, weights, x)
+    np.testing.assert_allclose(products.reshape(-1), run(path, {"x": x}).reshape(-1), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("bad", [1, 4])
+def test_the_convolution_whose_quantisation_ruins_the_output_stays_fp32(tmp_path, bad):
+    """Its first weights are a thousand times the others, for a channel that is always zero."""
+    weights = [RNG.normal(size=(8, 8, 1, 1)).astype(np.float32) for _ in range(6)]
+    weights[bad - 1][0] = 0
+    weights[bad][:, 0] = 1000
+    values = ["x", *(f"v{at}" for at in range(5)), "y"]
+    source = save(
+        tmp_path / "in.onnx",
+        [helper.make_node("Conv", [values[at], f"w{at}"], [values[at + 1]], f"c{at}") for at in range(6)],
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 8, 8, 8])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 8, 8, 8])],
+        {f"w{at}": value for at, value in enumerate(weights)},
+    )
+    out = tmp_path / "out.onnx"
+    feeds = [{"x": RNG.normal(size=(1, 8, 8, 8)).astype(np.float32)} for _ in range(8)]
+    quantise_static(source, out, feeds)
+    kinds = {tensor.name: tensor.data_type for tensor in onnx.load(out).graph.initializer}
+    assert [at for at in range(6) if kinds.get(f"w{at}") == TensorProto.FLOAT] == [bad]
+    assert relative_error(run(out, feeds[0]), run(source, feeds[0])) < 0.1
+    quantise_static(source, out, feeds, fp32_convolutions=0)
+    assert relative_error(run(out, feeds[0]), run(source, feeds[0])) > 0.5
+
+
+def test_onnx_runtime_leaves_fp32_convolutions_between_int8_ones_alone(tmp_path):
+    """Its optimiser would give them int8 weights with one scale for all channels."""
+    channels = (10.0 ** -np.arange(4)).astype(np.float32).reshape(4, 1, 1, 1)
+    weights = {f"w{at}": RNG.normal(size=(4, 1, 3, 3)).astype(np.float32) for at in range(3)}
+    weights["w1"] *= channels
+    weights["w2"] /= channels
+    source = save(
+        tmp_path / "in.onnx",
+        [
+            helper.make_node("Conv", ["x", "w0"], ["a"], "c0", group=4, kernel_shape=[3, 3]),
+            helper.make_node("Conv", ["a", "w1"], ["b"], "c1", group=4, kernel_shape=[3, 3]),
+            helper.make_node("Relu", ["b"], ["c"], "relu"),
+            helper.make_node("Conv", ["c", "w2"], ["y"], "c2", group=4, kernel_shape=[3, 3]),
+        ],
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 4, 9, 9])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 4, 3, 3])],
+        weights,
+    )
+    out, feed = tmp_path / "out.onnx", {"x": RNG.normal(size=(1, 4, 9, 9)).astype(np.float32)}
+    _write_static(source, out, [feed], ["c1"])
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    wanted = ort.InferenceSession(str(out), options).run(None, feed)[0]
+    unshielded = relative_error(run(out, feed), wanted)
+    model = onnx.load(out)
+    assert shield(model) == 1
+    onnx.checker.check_model(model)
+    onnx.save(model, out)
+    assert unshielded > 0.05
+    assert relative_error(run(out, feed), wanted) < unshielded / 4

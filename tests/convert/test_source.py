@@ -6,8 +6,8 @@ import json
 import struct
 from pathlib import Path
 
-import numpy as np
 import pytest
+from gguf_files import write_gguf
 
 from edge_convert.convert.source import detect_task, open_source
 from edge_convert.runtime.errors import SourceError, UnsupportedModelError
@@ -71,20 +71,8 @@ def test_broken_gguf(tmp_path: Path, content: bytes) -> None:
         open_source(str(path))
 
 
-def write_gguf(path: Path) -> None:
-    from gguf import GGUFWriter
-
-    writer = GGUFWriter(path, "llama")
-    writer.add_tensor("token_embd.weight", np.ones((64, 64), dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
 def test_truncated_gguf(tmp_path: Path) -> None:
-    path = tmp_path / "model.gguf"
-    write_gguf(path)
+    path = write_gguf(tmp_path / "model.gguf")
     assert open_source(str(path)).config["model_type"] == "llama"
     path.write_bytes(path.read_bytes()[:-1000])
     with pytest.raises(SourceError, match="truncated"):
@@ -110,22 +98,102 @@ def test_hub_id_without_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         open_source("some-org/some-model")
 
 
-def test_onnx_with_external_data_outside_its_folder(tmp_path: Path) -> None:
-    import onnx
+def write_onnx(path: Path, location: str, **entries: int | str) -> Path:
+    """y = x + w with w, 16 bytes, in the file `location`."""
     from onnx import TensorProto, helper
 
     weight = TensorProto(name="w", data_type=TensorProto.FLOAT, dims=[4], data_location=TensorProto.EXTERNAL)
-    weight.external_data.add(key="location", value="../secret.bin")
+    for key, value in {"location": location, **entries}.items():
+        weight.external_data.add(key=key, value=str(value))
     node = helper.make_node("Add", ["x", "w"], ["y"])
     value = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [4]) for name in ("x", "y")]
     graph = helper.make_graph([node], "g", value[:1], value[1:], [weight])
-    (tmp_path / "in").mkdir()
-    (tmp_path / "secret.bin").write_bytes(bytes(16))
-    path = tmp_path / "in" / "model.onnx"
     path.write_bytes(helper.make_model(graph).SerializeToString())
-    assert onnx.load(path, load_external_data=False).graph.node
-    with pytest.raises(SourceError, match="outside its folder"):
+    return path
+
+
+@pytest.fixture
+def onnx_place(tmp_path: Path) -> Path:
+    """A folder with 16 bytes as a file, behind a link, in a linked folder and as a hard link; 40 elsewhere."""
+    folder, elsewhere = tmp_path / "in", tmp_path / "elsewhere"
+    for place in (folder, elsewhere):
+        place.mkdir()
+        (place / "w.bin").write_bytes(bytes(16))
+    (elsewhere / "hard.bin").write_bytes(bytes(16))
+    (folder / "inner").mkdir()
+    (folder / "inner/w.bin").write_bytes(bytes(16))
+    (folder / "link.bin").symlink_to(elsewhere / "w.bin")
+    (folder / "near").symlink_to(folder / "inner")
+    (folder / "far").symlink_to(elsewhere)
+    (folder / "hard.bin").hardlink_to(elsewhere / "hard.bin")
+    return folder
+
+
+@pytest.mark.parametrize("location", ["w.bin", "inner/w.bin"])
+def test_onnx_with_external_data_beside_it(onnx_place: Path, location: str) -> None:
+    path = write_onnx(onnx_place / "model.onnx", location, offset=0, length=16)
+    first = open_source(str(path)).sha256
+    (onnx_place / location).write_bytes(bytes(15) + b"x")
+    assert open_source(str(path)).sha256 != first
+
+
+@pytest.mark.parametrize(
+    ("location", "entries", "message"),
+    [
+        ("../elsewhere/w.bin", {}, "outside its folder"),
+        ("", {}, "outside its folder"),
+        ("link.bin", {}, "behind a link"),
+        ("near/w.bin", {}, "behind a link"),
+        ("far/w.bin", {}, "behind a link"),
+        ("hard.bin", {}, "hard link"),
+        ("model.onnx", {}, "in itself"),
+        ("none.bin", {}, "missing"),
+        ("inner", {}, "missing"),
+        ("w\0.bin", {}, "name cannot be used"),
+        ("a" * 300, {}, "name cannot be used"),
+        ("w.bin", {"offset": 4}, "16 bytes at 4 of 'w.bin'.*the file has 16"),
+        ("w.bin", {"offset": -1}, "at -1"),
+        ("w.bin", {"offset": 10**12}, "the file has 16"),
+        ("w.bin", {"length": 10**12}, "the file has 16"),
+        ("w.bin", {"length": 8}, "takes 8 bytes .* for the 16"),
+        ("w.bin", {"offset": "x"}, "an offset, length or type that is none"),
+    ],
+)
+def test_onnx_with_external_data_that_is_refused(
+    onnx_place: Path, location: str, entries: dict[str, int | str], message: str
+) -> None:
+    path = write_onnx(onnx_place / "model.onnx", location, **entries)
+    with pytest.raises(SourceError, match=message):
         open_source(str(path))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"architectures": 5}', "architectures 5"),
+        ('{"architectures": true}', "architectures True"),
+        ('{"architectures": [5]}', r"architectures \[5\]"),
+        ('{"architectures": "LlamaForCausalLM"}', "a list of names"),
+        ('{"model_type": ["llama"]}', "model_type"),
+        ("[" * 200_000, "nested too deeply"),
+        ("[]", "not a JSON object"),
+        ('{"num_hidden_layers": 2147483648}', "2147483648 layers, and the weights have 1 tensors"),
+        ('{"text_config": {"num_hidden_layers": 9}}', "9 layers"),
+    ],
+)
+def test_config_with_other_types(tmp_path: Path, content: str, message: str) -> None:
+    folder = write_folder(tmp_path / "tiny")
+    (folder / "config.json").write_text(content)
+    with pytest.raises(SourceError, match=message):
+        open_source(str(folder))
+
+
+def test_safetensors_header_that_is_nested_too_deeply(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "tiny")
+    header = b"[" * 200_000
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    with pytest.raises(SourceError, match="not a whole"):
+        open_source(str(folder))
 
 
 def test_onnx_that_is_not_a_model(tmp_path: Path) -> None:

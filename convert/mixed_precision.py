@@ -1,0 +1,167 @@
+"""Which convolutions to leave in fp32 in a static int8 graph, and how to keep ONNX Runtime from quantising them."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import onnx
+
+Feed = dict[str, NDArray[Any]]
+Scales = tuple[NDArray[Any], NDArray[Any]]  # scale and zero point
+MAX_FEEDS = 4
+_SHARE = 3.0  # of the mean squared error over the nodes
+_AT_MOST = 1 / 8  # of the convolutions
+
+
+def sensitive_nodes(source: Path, quantised: Path, feeds: Sequence[Feed]) -> list[str]:
+    """Names of the Conv and Gemm nodes whose quantisation alone costs most, worst first.
+
+    Each is measured by itself: the fp32 graph with that node's input, weights and output as in `quantised`,
+    against the fp32 graph, on the first output. A node is named if its squared error is more than
+    `_SHARE` times the mean over the nodes; at most `_AT_MOST` of the nodes are, and never all.
+
+    Args:
+        source: fp32 graph.
+        quantised: int8 graph in QDQ form made from it.
+        feeds: calibration feeds; `MAX_FEEDS` of them, evenly spread, are run once per node.
+    """
+    import onnx
+
+    original, model = onnx.load(source), onnx.load(quantised)
+    chosen = [feeds[at] for at in np.linspace(0, len(feeds) - 1, min(MAX_FEEDS, len(feeds))).astype(int)]
+    expected = _run(original, chosen)
+    errors = {}
+    for node in _candidates(original, model):
+        found = _run(_alone(original, model, node), chosen)
+        errors[node] = sum(float(np.square(a - b).sum()) for a, b in zip(expected, found, strict=True))
+    most, bound = (
+        min(math.ceil(len(errors) * _AT_MOST), len(errors) - 1),
+        _SHARE * sum(errors.values()) / max(len(errors), 1),
+    )
+    ranked = sorted(errors, key=lambda name: errors[name], reverse=True)
+    return [name for name in ranked[: max(most, 0)] if errors[name] > bound]
+
+
+def shield(model: onnx.ModelProto) -> int:
+    """Keep ONNX Runtime from quantising the fp32 Conv and Gemm nodes of a QDQ graph, in place; returns how many.
+
+    Between a DequantizeLinear and a QuantizeLinear its optimiser (WeightBiasQuantization) gives such a node int8
+    weights with one scale for the whole tensor, which ruins depthwise convolutions. It leaves nodes alone whose
+    input has a scale per channel: here the same scale, once for each channel.
+    """
+    from onnx import helper, numpy_helper
+
+    graph = model.graph
+    tensors = {tensor.name: tensor for tensor in graph.initializer}
+    makers = {name: node for node in graph.node for name in node.output}
+    nodes: list[onnx.NodeProto] = []
+    count = 0
+    for node in graph.node:
+        maker = makers.get(node.input[0]) if node.op_type in ("Conv", "ConvTranspose", "Gemm") else None
+        weights = tensors.get(node.input[1]) if maker is not None else None
+        if maker is not None and weights is not None and maker.op_type == "DequantizeLinear" and weights.data_type == 1:
+            prefix = f"{node.output[0]}_shielded"
+            channels = _input_channels(node, weights)
+            names = [f"{prefix}_scale", f"{prefix}_zero_point"]
+            for name, old in zip(names, maker.input[1:3], strict=True):
+                value = numpy_helper.to_array(tensors[old])
+                graph.initializer.append(numpy_helper.from_array(np.full(channels, value, value.dtype), name))
+            nodes.append(
+                helper.make_node("DequantizeLinear", [maker.input[0], *names], [prefix], f"{prefix}_dq", axis=1)
+            )
+            node.input[0] = prefix
+            count += 1
+        nodes.append(node)
+    del graph.node[:]
+    graph.node.extend(nodes)
+    _drop_unread(graph)
+    return count
+
+
+def _drop_unread(graph: onnx.GraphProto) -> None:
+    """Remove the DequantizeLinear nodes that nothing reads any more."""
+    read = {name for node in graph.node for name in node.input} | {value.name for value in graph.output}
+    for node in [node for node in graph.node if node.op_type == "DequantizeLinear" and node.output[0] not in read]:
+        graph.node.remove(node)
+
+
+def _input_channels(node: onnx.NodeProto, weights: onnx.TensorProto) -> int:
+    numbers = {attribute.name: attribute.i for attribute in node.attribute}
+    if node.op_type == "Conv":
+        return int(weights.dims[1] * numbers.get("group", 1))
+    return int(weights.dims[1] if node.op_type == "Gemm" and numbers.get("transB", 0) else weights.dims[0])
+
+
+def _candidates(original: onnx.ModelProto, model: onnx.ModelProto) -> list[str]:
+    """Conv and Gemm nodes of both graphs, int8 in `model`."""
+    makers = {name: node.op_type for node in model.graph.node for name in node.output}
+    inside = {
+        node.name
+        for node in model.graph.node
+        if node.op_type in ("Conv", "Gemm") and all(makers.get(n) == "DequantizeLinear" for n in node.input[:2])
+    }
+    return [node.name for node in original.graph.node if node.name in inside]
+
+
+def _alone(original: onnx.ModelProto, model: onnx.ModelProto, name: str) -> onnx.ModelProto:
+    """The fp32 graph with the node `name` alone quantised as it is in `model`."""
+    from onnx import helper
+
+    tensors = {tensor.name: tensor for tensor in model.graph.initializer}
+    makers = {output: node for node in model.graph.node for output in node.output}
+    inside = next(node for node in model.graph.node if node.name == name)
+    writer = next(
+        (n for n in model.graph.node if n.op_type == "QuantizeLinear" and n.input[0] == inside.output[0]), None
+    )
+    graph = copy.deepcopy(original)
+    node = next(node for node in graph.graph.node if node.name == name)
+    before: list[onnx.NodeProto] = []
+    after: list[onnx.NodeProto] = []
+
+    def through(value: str, wanted: str, pair: Sequence[str], *, quantise: bool, axis: int = 1) -> list[onnx.NodeProto]:
+        """Nodes that read `value`, quantise it if asked and dequantise it into `wanted`."""
+        known = {tensor.name for tensor in graph.graph.initializer}
+        graph.graph.initializer.extend(tensors[item] for item in pair if item not in known)
+        steps = []
+        if quantise:
+            steps.append(helper.make_node("QuantizeLinear", [value, *pair], [f"{wanted}_integers"], axis=axis))
+            value = f"{wanted}_integers"
+        return [*steps, helper.make_node("DequantizeLinear", [value, *pair], [wanted], axis=axis)]
+
+    reader, weights = makers[inside.input[0]], makers[inside.input[1]]
+    before += through(node.input[0], "alone_input", reader.input[1:3], quantise=True)
+    axis = next((attribute.i for attribute in weights.attribute if attribute.name == "axis"), 1)
+    integers = tensors[weights.input[0]]
+    graph.graph.initializer.append(integers)
+    before += through(integers.name, "alone_weights", weights.input[1:3], quantise=False, axis=axis)
+    node.input[0], node.input[1] = "alone_input", "alone_weights"
+    if writer is not None:
+        wanted = node.output[0]
+        node.output[0] = "alone_output"
+        after += through("alone_output", wanted, writer.input[1:3], quantise=True)
+    at = next(index for index, other in enumerate(graph.graph.node) if other.name == name)
+    nodes = [*graph.graph.node[:at], *before, node, *after, *graph.graph.node[at + 1 :]]
+    copies = [copy.deepcopy(item) for item in nodes]
+    del graph.graph.node[:]
+    graph.graph.node.extend(copies)
+    return graph
+
+
+def _run(model: onnx.ModelProto, feeds: Sequence[Feed]) -> list[NDArray[np.float32]]:
+    """The first output for each feed, without optimisations across quantised nodes."""
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = 3
+    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    name = session.get_outputs()[0].name
+    return [session.run([name], feed)[0] for feed in feeds]

@@ -1,0 +1,109 @@
+"""Loading an original with transformers only if every weight of it comes from its files.
+
+transformers fills what a checkpoint lacks with random numbers and drops what its config has no place for;
+both would pass every later check, because the export and the reference load the same wrong model.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from edge_convert.convert.interrupt import raise_if_disk_full, raise_if_interrupted
+from edge_convert.runtime.errors import SourceError
+
+log = logging.getLogger(__name__)
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+def load_whole(auto_class: Any, folder: Path, name: str, *, unused: Sequence[str] = (), **options: Any) -> Any:
+    """`auto_class.from_pretrained(folder, **options)`, refused unless its weights are all there and all used.
+
+    Args:
+        auto_class: A transformers auto class.
+        folder: What it loads.
+        name: What the user calls it.
+        unused: Prefixes of weights that the caller never reads, which may be missing.
+        options: For from_pretrained.
+
+    Raises:
+        SourceError: It cannot be loaded, lacks weights, has them in other shapes, or has weights that its
+            config drops.
+    """
+    # Before any memory is taken for weights of the size that a broken config asks for.
+    check_whole(auto_class, folder, name, unused=unused)
+    return _load(auto_class, folder, name, unused, options)
+
+
+def check_whole(auto_class: Any, folder: Path, name: str, *, unused: Sequence[str] = ()) -> None:
+    """Raise SourceError as load_whole does, from the names and shapes alone."""
+    _load(auto_class, folder, name, unused, {"device_map": "meta", "local_files_only": True})
+
+
+def _load(auto_class: Any, folder: Path, name: str, unused: Sequence[str], options: dict[str, Any]) -> Any:
+    try:
+        model, info = auto_class.from_pretrained(
+            folder, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
+    except Exception as error:
+        raise_if_interrupted(error)
+        raise_if_disk_full(error)
+        raise SourceError(
+            f"{name} cannot be loaded by transformers ({type(error).__name__}: {first_line(error)}). Check that its "
+            "config belongs to its weights."
+        ) from error
+    check_loaded(model, info, name, unused=unused)
+    return model
+
+
+def check_loaded(model: Any, info: dict[str, Any], name: str, *, unused: Sequence[str] = ()) -> None:
+    """Raise SourceError unless transformers' loading info says that `model` is the checkpoint and nothing else.
+
+    Tied weights and those that the model class declares as optional are not in the info. Other weights that
+    were not used (a head, an image tower) are logged.
+    """
+    if missing := sorted(key for key in info["missing_keys"] if not key.startswith(tuple(unused))):
+        raise SourceError(
+            f"{name} lacks {_count(missing)} that its config asks for (first: {missing[0]}). Copy or download it "
+            "again, with the config that belongs to it."
+        )
+    if mismatched := sorted(info["mismatched_keys"]):
+        key, found, wanted = mismatched[0]
+        raise SourceError(
+            f"{name} has {_count(mismatched)} of another shape than its config says (first: {key}, {tuple(found)} "
+            f"found, {tuple(wanted)} needed). Use the config that belongs to the weights."
+        )
+    unexpected = sorted(info["unexpected_keys"])
+    known = set(model.state_dict())
+    if dropped := [key for key in unexpected if _belongs(key, known)]:
+        raise SourceError(
+            f"{name} has {_count(dropped)} that its config leaves out (first: {dropped[0]}). Use the config that "
+            "belongs to the weights."
+        )
+    if unexpected:
+        log.warning("%s has %s that the model does not use (first: %s)", name, _count(unexpected), unexpected[0])
+
+
+def first_line(error: BaseException) -> str:
+    """The start of an error's text."""
+    return (str(error).strip().splitlines() or ["no message"])[0][:200]
+
+
+def _belongs(key: str, known: set[str]) -> bool:
+    """Whether the model would have the weight `key`, had its config more layers or the right architecture.
+
+    That is so if the same weight of layer 0 is in the model, or the bias's weight (or the weight's bias).
+    """
+    siblings = [f"{key[: match.start()]}0{key[match.end() :]}" for match in _NUMBER.finditer(key)]
+    module, _, leaf = key.rpartition(".")
+    if leaf in ("weight", "bias"):
+        siblings.append(f"{module}.{'bias' if leaf == 'weight' else 'weight'}")
+    return any(sibling != key and sibling in known for sibling in siblings)
+
+
+def _count(keys: Sequence[Any]) -> str:
+    return f"{len(keys)} tensor{'' if len(keys) == 1 else 's'}"
