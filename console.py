@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -13,15 +14,23 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
-from edge_convert.runtime.errors import EdgeError, MissingExtraError, UsageError
+from edge_convert.runtime.errors import EdgeError, MissingExtraError, ProviderUnavailableError, UsageError
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import RenderableType
 
+    from edge_convert.runtime.bundle import Bundle
     from edge_convert.validate.report import Report
 
+THREADS_HELP = "Threads of the session.  [default: all CPUs that the process may use]"
+_PIPE_WIDTH = 120
+_LEAST_WIDTH = 80  # below it names would be cut, so the terminal folds whole lines instead
 _VERBOSE = "edge_convert.verbose"
+# Spaces before the end of a line, and before the escape codes that may stand there.
+_SPACES_AT_END = re.compile(r" +((?:\x1b\[[0-9;]*m)*)$")
 _INTERRUPTED = 130
+_INTERRUPTED_LINE = "interrupted; nothing half-written was kept."
+_MAX_MESSAGE = 600
 _PIPE_CLOSED = 141
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -37,12 +46,14 @@ class Group(click.Group):
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except KeyboardInterrupt:
-            _fail(ctx, "interrupted; nothing half-written was kept.", _INTERRUPTED)
+            _fail(ctx, _INTERRUPTED_LINE, _INTERRUPTED)
         except BrokenPipeError:
             _silence_stdout()
             ctx.exit(_PIPE_CLOSED)
         except EdgeError as error:
-            _fail(ctx, " ".join(str(error).split()), error.exit_code)
+            if _was_interrupted(error):
+                _fail(ctx, _INTERRUPTED_LINE, _INTERRUPTED)
+            _fail(ctx, _shortened(f"{error}{_hint(ctx, error)}"), error.exit_code)
         except ModuleNotFoundError as error:
             module = (error.name or str(error)).partition(".")[0]
             if module == "edge_convert":
@@ -50,12 +61,27 @@ class Group(click.Group):
             _fail(ctx, str(MissingExtraError(module, "cpu" if module == "onnxruntime" else "convert")), 1)
         except MemoryError:
             _fail(ctx, "out of memory. Close other programs, or convert a smaller model or context.", 1)
+        except OSError as error:
+            if _was_interrupted(error):
+                _fail(ctx, _INTERRUPTED_LINE, _INTERRUPTED)
+            _silence_stdout()
+            place = error.filename or "the output"
+            _fail(ctx, f"{place} cannot be read or written: {error.strerror or error}. Check space and permissions.", 1)
         except Exception as error:
+            if _was_interrupted(error):
+                _fail(ctx, _INTERRUPTED_LINE, _INTERRUPTED)
             if ctx.meta.get(_VERBOSE):
                 raise
-            found = " ".join(str(error).split())[:300]
+            found = _shortened(str(error))
             _fail(ctx, f"unexpected {type(error).__name__}: {found} (--verbose shows where)", 1)
         return result
+
+
+def _hint(ctx: click.Context, error: EdgeError) -> str:
+    """What the command line can add to an error that knows nothing of options."""
+    command = ctx.command.get_command(ctx, ctx.invoked_subcommand or "") if isinstance(ctx.command, Group) else None
+    can = command is not None and any(item.name == "on_cpu" for item in command.params)
+    return " To run it here all the same, add --on-cpu." if can and isinstance(error, ProviderUnavailableError) else ""
 
 
 def _fail(ctx: click.Context, message: str, code: int) -> NoReturn:
@@ -66,6 +92,25 @@ def _fail(ctx: click.Context, message: str, code: int) -> NoReturn:
         click.echo(traceback.format_exc(), err=True, nl=False)
     click.echo(f"error: {message}", err=True)
     ctx.exit(code)
+
+
+def _was_interrupted(error: BaseException) -> bool:
+    """Whether Ctrl-C is what `error` comes from: an import or an export that it broke may report something else."""
+    link: BaseException | None = error
+    seen: set[int] = set()
+    while link is not None and id(link) not in seen:
+        if isinstance(link, KeyboardInterrupt):
+            return True
+        seen.add(id(link))
+        link = link.__cause__ or link.__context__
+    return False
+
+
+def _shortened(message: str) -> str:
+    """One line of at most `_MAX_MESSAGE` characters, the middle left out: what to do stands at the end."""
+    line = " ".join(message.split())
+    half = _MAX_MESSAGE // 2
+    return line if len(line) <= _MAX_MESSAGE else f"{line[:half]} … {line[-half:]}"
 
 
 def _silence_stdout() -> None:
@@ -93,7 +138,7 @@ def common(command: _Command) -> _Command:
 
 def where(command: _Command) -> _Command:
     """--threads and --on-cpu, on every command that runs a bundle."""
-    threads = click.option("--threads", type=click.IntRange(min=1), help="Threads of the session.")
+    threads = click.option("--threads", type=click.IntRange(min=1), help=THREADS_HELP)
     on_cpu = click.option("--on-cpu", is_flag=True, help="Run on the CPU, whatever the bundle's target is.")
     return threads(on_cpu(command))
 
@@ -125,7 +170,8 @@ def work() -> Iterator[Callable[[str], None]]:
         with ExitStack() as stack:
             stack.enter_context(_terminate_as_interrupt())
             capture = stack.enter_context(captured(log))
-            yield stack.enter_context(Stages(capture.terminal))
+            stages = stack.enter_context(Stages(capture.terminal))
+            yield lambda text: stages(text[:1].upper() + text[1:])
     except Exception as error:
         keep = not isinstance(error, UsageError) and log.stat().st_size > 0
         raise
@@ -151,19 +197,34 @@ def print_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2, ensure_ascii=False, default=str))
 
 
-def print_report(report: Report) -> None:
-    """The tables of a report on stdout."""
-    from edge_convert.validate.report import report_table
+def print_report(report: Report, *, bundle: Bundle, seconds: float) -> None:
+    """The gates, the measurements and the verdict of a report on stdout."""
+    from edge_convert.validate.report import report_table, verdict
 
-    print_tables(report_table(report))
+    size_bytes = sum(spec.size for spec in bundle.manifest.files.values())
+    print_tables([*report_table(report), verdict(report, size_bytes=size_bytes, seconds=seconds)])
 
 
-def print_tables(tables: Sequence[Table]) -> None:
-    """Tables as text: as wide as the terminal, or wide enough for whole cells in a pipe or a file."""
+def print_tables(tables: Sequence[RenderableType]) -> None:
+    """Tables and texts on stdout, as wide as COLUMNS or the terminal says, and without spaces at a line's end."""
     from rich.console import Console
 
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    columns = os.environ.get("COLUMNS", "")
+    told = int(columns) if columns.isdigit() and int(columns) > 0 else None
+    console = Console(width=told or (None if sys.stdout.isatty() else _PIPE_WIDTH), highlight=False)
+    console.width = max(console.width, _LEAST_WIDTH)
     with console.capture() as capture:
         for table in tables:
             console.print(table)
-    click.echo(capture.get(), nl=False)
+    lines = capture.get().splitlines()
+    click.echo("\n".join(_SPACES_AT_END.sub(r"\1", line) for line in lines).rstrip("\n"))
+
+
+def refuse_options(wrong: dict[str, str], task: str) -> None:
+    """UsageError if the user typed an option of another task; `wrong` has the task of each option's name."""
+    ctx = click.get_current_context()
+    for parameter in ctx.command.params:
+        name = parameter.name or ""
+        typed = ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+        if typed and wrong.get(name, task) != task:
+            raise UsageError(f"{parameter.opts[0]} is for {wrong[name]}, and this bundle is for {task}. Leave it out.")

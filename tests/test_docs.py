@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from assets import PINS
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
@@ -58,10 +59,71 @@ def test_make_targets_that_a_page_names_exist(page: Path) -> None:
         assert {"demo", "test"} <= named
 
 
+def anchors(page: Path) -> set[str]:
+    """GitHub's anchors of the page's headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text("utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_to_files(page: Path) -> None:
-    links = re.findall(r"\]\(([^)#\s]+)\)", page.read_text("utf-8"))
-    assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text("utf-8")):
+        if "://" not in link:
+            file, _, anchor = link.partition("#")
+            assert (page.parent / file).exists(), link
+            assert not anchor or anchor in anchors(page.parent / file if file else page), link
+
+
+def bounds(heading: str) -> dict[tuple[str, str, str], dict[str, float]]:
+    """(task, metric, min or max) and the bound at each precision, from the table under a heading of validation.md."""
+    section = (ROOT / "docs" / "validation.md").read_text("utf-8").split(f"## {heading}", 1)[1].split("\n## ")[0]
+    rows = re.findall(r"^\| ([a-z-]+) `(\w+)` ([≤≥]) \|(.*)\|$", section, re.MULTILINE)
+    return {
+        (task, metric, {"≤": "max", "≥": "min"}[sign]): {
+            precision: float(cell)
+            for precision, cell in zip(("fp32", "fp16", "int8", "int4"), cells.split("|"), strict=True)
+            if cell.strip()
+        }
+        for task, metric, sign, cells in rows
+    }
+
+
+def test_accuracy_bounds_are_those_of_devices_yaml() -> None:
+    from edge_convert.runtime.device import load_profiles
+
+    table: dict[str, dict[str, dict[str, float]]] = {}
+    for (task, metric, end), row in bounds("Accuracy").items():
+        for precision, bound in row.items():
+            table.setdefault(task, {}).setdefault(precision, {})[f"{metric}_{end}"] = bound
+    assert all(profile.gates == table for profile in load_profiles().values())
+
+
+def test_bounds_of_the_invariants_are_those_of_the_suites() -> None:
+    from edge_convert.validate import suites_embed, suites_image, suites_text
+
+    assert bounds("Invariants") == {
+        ("text-generation", "kl_max", "max"): suites_text.SAME_RESULT_KL,
+        ("feature-extraction", "cosine_min", "min"): suites_embed.SAME_RESULT_COSINE,
+        ("image-classification", "probability_change_max", "max"): suites_image.SAME_RESULT_PROBABILITY,
+    }
+
+
+def test_latency_metrics_are_those_of_the_suites() -> None:
+    from edge_convert.validate.suites import LATENCY_METRICS
+
+    section = (ROOT / "docs" / "validation.md").read_text("utf-8").split("## Latency", 1)[1]
+    assert set(re.findall(r"`(\w+)`", section)) - {"gates", "_min", "_max"} == set(LATENCY_METRICS)
+
+
+def test_pins_of_the_assets_are_those_that_make_installs() -> None:
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    assert [pin for pin in map("==".join, PINS.items()) if pin not in makefile] == []
+
+
+@pytest.mark.parametrize("page", [*PAGES, *(ROOT / "examples").glob("*.py")], ids=lambda page: page.name)
+def test_pins_that_a_page_names_are_those_of_the_assets(page: Path) -> None:
+    for name, version in re.findall(r"([a-z][\w-]+)==([\d.]+\d)", page.read_text("utf-8")):
+        assert PINS.get(name) == version
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

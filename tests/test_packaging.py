@@ -62,5 +62,5 @@ def test_every_module_and_data_file_is_inside(wheel: zipfile.ZipFile) -> None:
 def test_metadata_names_the_command_and_the_licence(wheel: zipfile.ZipFile) -> None:
     names = wheel.namelist()
     (entry_points,) = (name for name in names if name.endswith("entry_points.txt"))
-    assert "edge-convert = edge_convert.cli:main" in wheel.read(entry_points).decode()
+    assert "edge-convert = edge_convert.__main__:run" in wheel.read(entry_points).decode()
     assert any(name.endswith("licenses/LICENSE") for name in names)

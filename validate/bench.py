@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from edge_convert.runtime.errors import UsageError
+from edge_convert.validate import figures
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-    from rich.table import Table
+    from rich.console import Group
 
     from edge_convert.runtime.bundle import Bundle
     from edge_convert.runtime.device import DeviceProfile
@@ -42,7 +43,9 @@ class BenchSettings:
 class Bench:
     """What was measured.
 
-    `measurements` has the unit in each name; `series` has (tokens so far, milliseconds per token) for decoders.
+    `measurements` has the unit in each name, and the names are those of a report's latency. `series` has
+    (tokens so far, milliseconds per token) for decoders, `cached_series` the same of the run with the cache
+    that a run without it is compared with.
     """
 
     task: str
@@ -52,8 +55,9 @@ class Bench:
     providers: tuple[str, ...]
     threads: int
     settings: BenchSettings
-    measurements: dict[str, float]
+    measurements: dict[str, Any]
     series: tuple[tuple[int, float], ...] = ()
+    cached_series: tuple[tuple[int, float], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """A plain dict for JSON."""
@@ -88,6 +92,34 @@ def percentiles(milliseconds: Sequence[float]) -> dict[str, float]:
     return dict(zip(("p50", "p90", "p99"), (float(value) for value in values), strict=True))
 
 
+def ends(series: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Mean milliseconds per token in the first and in the last quarter of a non-empty series."""
+    edge = max(1, len(series) // 4)
+    first, last = (sum(value for _, value in part) / edge for part in (series[:edge], series[-edge:]))
+    return first, last
+
+
+def sentences(bench: Bench) -> list[str]:
+    """How the time of a token grows with the text and, without the cache, what the cache saves: a line each."""
+    if not bench.series:
+        return []
+    first, last = bench.series[0][0], bench.series[-1][0]
+    early, late = ends(bench.series)
+    lines = [
+        f"A token takes {figures.number(early)} ms at {first} tokens and {figures.number(late)} ms at {last}: "
+        f"{figures.number(late / early)}x."
+    ]
+    if bench.cached_series:
+        with_cache, without = (
+            1e3 * len(series) / sum(value for _, value in series) for series in (bench.cached_series, bench.series)
+        )
+        lines.append(
+            f"Cached {figures.number(with_cache)} tokens/s, without {figures.number(without)} tokens/s: "
+            f"{figures.number(with_cache / without, 2)}x at {first} to {last} tokens."
+        )
+    return lines
+
+
 def chart(series: Sequence[tuple[int, float]], *, width: int = 50, rows: int = 12) -> str:
     """A bar chart of text: one row per group of positions, the bar is the mean ms per token."""
     if not series:
@@ -99,21 +131,23 @@ def chart(series: Sequence[tuple[int, float]], *, width: int = 50, rows: int = 1
     top = max(means) or 1.0
     lines = ["  tokens   ms/token"]
     for group, mean in zip(groups, means, strict=True):
-        lines.append(f"{group[-1][0]:8d} {mean:10.2f} {'█' * max(1, round(width * mean / top))}")
+        lines.append(f"{group[-1][0]:8d} {figures.number(mean):>10} {'█' * max(1, round(width * mean / top))}")
     return "\n".join(lines)
 
 
-def tables(bench: Bench) -> list[Table]:
-    """The measurements as one rich table."""
-    from rich.table import Table
+def tables(bench: Bench) -> list[Group]:
+    """What a terminal shows of the measurements."""
+    from rich.text import Text
 
-    title = f"{bench.task} {bench.precision} for {bench.target} ({bench.mode})"
-    table = Table("measurement", "value", title=title)
-    for name, value in bench.measurements.items():
-        table.add_row(name, f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}")
-    table.add_row("threads", str(bench.threads))
-    table.add_row("providers", ", ".join(bench.providers))
-    return [table]
+    table = figures.table("measurement", "value", "unit", right=("value",))
+    for what, value, unit in figures.rows(bench.measurements):
+        table.add_row(Text(what), value, unit)
+    settings = bench.settings
+    facts = [bench.mode, f"{bench.threads} threads", *bench.providers]
+    if bench.task == "text-generation":
+        facts.insert(0, f"{settings.prompt_tokens} prompt tokens, {settings.tokens} generated, runs: {settings.runs}")
+    title = f"{bench.task} · {bench.precision} · {bench.target}"
+    return [figures.titled(title, table, Text(", ".join(facts), style="dim"))]
 
 
 def _bench_decoder(
@@ -122,7 +156,7 @@ def _bench_decoder(
     from edge_convert.runtime.errors import ContextLengthError
     from edge_convert.runtime.generate import Decoder
 
-    progress("Loading the decoder")
+    progress("loading the decoder")
     started = time.perf_counter()
     session = bundle.session("decoder", profile=profile, threads=settings.threads)
     decoder = Decoder(session)
@@ -134,25 +168,33 @@ def _bench_decoder(
     ids = _prompt(settings.prompt_tokens, session.spec)
     prefills: list[float] = []
     steps: list[list[float]] = []
-    for index in range(settings.warmup + settings.runs):
-        counted = index >= settings.warmup
-        progress(f"Run {index - settings.warmup + 1} of {settings.runs}" if counted else f"Warm-up {index + 1}")
+    for index in range(settings.warmup):
+        progress(f"warm-up {index + 1} of {settings.warmup}")
+        measure(decoder, ids, settings.tokens if settings.cache else 1)
+    for index in range(settings.runs):
+        progress(f"run {index + 1} of {settings.runs}{'' if settings.cache else ' without the cache'}")
         prefill_ms, step_ms = measure(decoder, ids, settings.tokens)
-        if counted:
-            prefills.append(prefill_ms)
-            steps.append(step_ms)
+        prefills.append(prefill_ms)
+        steps.append(step_ms)
     every = [value for run in steps for value in run]
-    mean = [sum(column) / len(column) for column in zip(*steps, strict=True)]
     ttft = percentiles(prefills)["p50"]
-    values = {
+    values: dict[str, Any] = {
         "load_ms": load_ms,
         "ttft_ms": ttft,
         "prefill_tokens_per_s": settings.prompt_tokens / ttft * 1e3,
         "decode_tokens_per_s": len(every) / sum(every) * 1e3,
+        "token_ms": percentiles(every),
     }
-    values |= {f"token_ms_{name}": value for name, value in percentiles(every).items()}
-    edge = max(1, len(mean) // 4)
-    values["growth_last_to_first_quarter"] = (sum(mean[-edge:]) / edge) / (sum(mean[:edge]) / edge)
+    series = _series(steps, settings.prompt_tokens)
+    cached: tuple[tuple[int, float], ...] = ()
+    if not settings.cache:
+        progress("the same with the cache")
+        _cached_run(decoder, ids, 1)
+        cached = _series([_cached_run(decoder, ids, settings.tokens)[1]], settings.prompt_tokens)
+        values["cached_decode_tokens_per_s"] = len(cached) / sum(value for _, value in cached) * 1e3
+        values["cache_speedup"] = values["cached_decode_tokens_per_s"] / values["decode_tokens_per_s"]
+    early, late = ends(series)
+    values["growth_last_to_first_quarter"] = late / early
     return Bench(
         task=bundle.manifest.task,
         mode="with cache" if settings.cache else "without cache: the whole sequence again for each token",
@@ -162,8 +204,15 @@ def _bench_decoder(
         threads=session.threads,
         settings=settings,
         measurements=values,
-        series=tuple((settings.prompt_tokens + index + 1, value) for index, value in enumerate(mean)),
+        series=series,
+        cached_series=cached,
     )
+
+
+def _series(steps: Sequence[Sequence[float]], prompt_tokens: int) -> tuple[tuple[int, float], ...]:
+    """(tokens so far, mean milliseconds of that token over the runs)."""
+    mean = (sum(column) / len(column) for column in zip(*steps, strict=True))
+    return tuple((prompt_tokens + index, value) for index, value in enumerate(mean, start=1))
 
 
 def _prompt(length: int, spec: GraphSpec) -> NDArray[np.int64]:
@@ -206,18 +255,17 @@ def _bench_embedder(
 ) -> Bench:
     from edge_convert.wrappers.embed import TextEmbedder
 
-    progress("Loading the embedder")
+    progress("loading the embedder")
     started = time.perf_counter()
     embedder = TextEmbedder.load(bundle, profile=profile, threads=settings.threads)
     load_ms = (time.perf_counter() - started) * 1e3
     words = "The drone followed the river north until the wind turned and the battery asked for home"
     texts = [f"{words}, report {index}." for index in range(settings.batch_size)]
-    single = _timed(lambda: embedder.embed(texts[0]), settings, progress, "One text")
-    batch = _timed(lambda: embedder.embed(texts, batch_size=settings.batch_size), settings, progress, "A batch")
-    values = {"load_ms": load_ms} | {f"text_ms_{name}": value for name, value in percentiles(single).items()}
-    values |= {f"batch_ms_{name}": value for name, value in percentiles(batch).items()}
+    single = _timed(lambda: embedder.embed(texts[0]), settings, progress, "one text")
+    batch = _timed(lambda: embedder.embed(texts, batch_size=settings.batch_size), settings, progress, "a batch")
+    values: dict[str, Any] = {"load_ms": load_ms, "call_ms": percentiles(single), "batch_ms": percentiles(batch)}
     values["texts_per_s"] = settings.batch_size * len(batch) / sum(batch) * 1e3
-    values["tokens_per_text"] = float(len(embedder.encode_ids(texts[0])))
+    values["tokens_per_text"] = len(embedder.encode_ids(texts[0]))
     return _result(bundle, settings, embedder, values, f"batches of {settings.batch_size}")
 
 
@@ -228,7 +276,7 @@ def _bench_classifier(
 
     from edge_convert.wrappers.image import ImageClassifier
 
-    progress("Loading the classifier")
+    progress("loading the classifier")
     started = time.perf_counter()
     classifier = ImageClassifier.load(bundle, profile=profile, threads=settings.threads)
     load_ms = (time.perf_counter() - started) * 1e3
@@ -237,11 +285,14 @@ def _bench_classifier(
     photo = np.random.default_rng(0).integers(0, 256, (480, 640, 3), dtype=np.uint8)
     frame = np.random.default_rng(1).integers(0, 256, (1, *shape), dtype=np.uint8)
     frames = np.repeat(frame, settings.batch_size, axis=0)
-    prepare = _timed(lambda: classifier.preprocess(photo), settings, progress, "Preprocessing 640x480")
-    single = _timed(lambda: classifier.logits(frame), settings, progress, "One frame")
-    batch = _timed(lambda: classifier.logits(frames), settings, progress, "A batch")
-    values = {"load_ms": load_ms, "preprocess_ms_p50": percentiles(prepare)["p50"]}
-    values |= {f"frame_ms_{name}": value for name, value in percentiles(single).items()}
+    prepare = _timed(lambda: classifier.preprocess(photo), settings, progress, "preprocessing 640x480")
+    single = _timed(lambda: classifier.logits(frame), settings, progress, "one frame")
+    batch = _timed(lambda: classifier.logits(frames), settings, progress, "a batch")
+    values: dict[str, Any] = {
+        "load_ms": load_ms,
+        "preprocess_ms": percentiles(prepare)["p50"],
+        "call_ms": percentiles(single),
+    }
     values["frames_per_s"] = len(single) / sum(single) * 1e3
     values["batch_frames_per_s"] = settings.batch_size * len(batch) / sum(batch) * 1e3
     return _result(bundle, settings, classifier, values, f"single and batches of {settings.batch_size}")
@@ -260,7 +311,7 @@ def _timed(call: Callable[[], Any], settings: BenchSettings, progress: Callable[
     return times
 
 
-def _result(bundle: Bundle, settings: BenchSettings, wrapper: Any, values: dict[str, float], mode: str) -> Bench:
+def _result(bundle: Bundle, settings: BenchSettings, wrapper: Any, values: dict[str, Any], mode: str) -> Bench:
     session = getattr(wrapper, "session", None)
     return Bench(
         task=bundle.manifest.task,

@@ -14,13 +14,25 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from edge_convert.validate import figures
+
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import Group
+    from rich.text import Text
 
 _PACKAGES = (
     "numpy", "tokenizers", "jinja2", "pillow", "pyyaml", "click", "rich",
     "torch", "transformers", "optimum", "onnx", "onnxscript", "onnxruntime-genai", "gguf",
 )  # fmt: skip
+# Sends requests to a service elsewhere, runs nothing here, and is compiled into every build.
+_NOT_FOR_DEVICES = ("AzureExecutionProvider",)
+_CPU_WORDS = {
+    "cores": "CPU cores",
+    "may_use": "may use",
+    "container_limit": "container limit",
+    "threads": "threads by default",
+    "machine": "architecture",
+}
 _RUNTIMES = ("onnxruntime", "ort-nightly")
 _NOT_RUNTIMES = ("onnxruntime-genai", "onnxruntime-extensions", "onnxruntime-tools")
 
@@ -70,6 +82,7 @@ class Findings:
     jetson: str | None
     providers: tuple[ProviderCheck, ...]
     targets: dict[str, bool]
+    needs: dict[str, str]
     problems: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -83,6 +96,7 @@ def examine() -> Findings:
 
     runtimes = runtime_distributions()
     version, checks = _providers()
+    needs = _needs(checks)
     problems = []
     if version is None:
         problems.append("onnxruntime cannot be imported. Run: pip install 'edge-convert[cpu]' (or [gpu], never both).")
@@ -106,7 +120,8 @@ def examine() -> Findings:
         memory_mb=_memory(),
         jetson=_first_line(Path("/etc/nv_tegra_release")),
         providers=checks,
-        targets=_targets(checks),
+        targets={name: not reason for name, reason in needs.items()},
+        needs={name: reason for name, reason in needs.items() if reason},
         problems=tuple(problems),
     )
 
@@ -145,26 +160,34 @@ def check_provider(name: str) -> ProviderCheck:
     return ProviderCheck(name, True, "ran a graph")
 
 
-def tables(findings: Findings) -> list[Table]:
-    """The findings as rich tables."""
-    from rich.table import Table
+def tables(findings: Findings) -> list[Group]:
+    """What a terminal shows of the findings."""
+    from rich.text import Text
 
-    machine = Table(title="Machine", show_header=False)
-    rows = {"edge-convert": findings.edge_convert, "Python": findings.python, "platform": findings.platform}
+    cpus = {_CPU_WORDS[name]: "none" if value is None else str(value) for name, value in findings.cpus.items()}
+    rows = {"edge-convert": findings.edge_convert, "Python": findings.python, "system": findings.platform}
     rows |= {"Jetson": findings.jetson} if findings.jetson else {}
-    rows |= {name: str(value) for name, value in findings.cpus.items()}
-    rows |= {f"memory {name}": f"{value} MB" for name, value in findings.memory_mb.items()}
-    rows["onnxruntime"] = findings.onnxruntime or "not installed"
-    rows["installed as"] = ", ".join(findings.onnxruntime_distributions) or "-"
-    for name, value in (rows | findings.packages).items():
-        machine.add_row(name, value)
-    providers = Table("provider", "works", "detail", title="Execution providers")
+    rows |= cpus | {f"memory, {name}": figures.size(value * 2**20) for name, value in findings.memory_mb.items()}
+    rows["ONNX Runtime"] = findings.onnxruntime or "not installed"
+    rows["installed as"] = ", ".join(findings.onnxruntime_distributions) or "nothing"
+    rows["packages"] = ", ".join(f"{name} {version}" for name, version in findings.packages.items()) or "none"
+    providers = figures.table("provider", "works", "what was seen")
     for check in findings.providers:
-        providers.add_row(check.name, "yes" if check.works else "no", check.detail)
-    targets = Table("target", "can run here", title="Targets")
+        providers.add_row(check.name, _yes(check.works), Text(check.detail))
+    targets = figures.table("target", "can run here", "reason")
     for name, usable in findings.targets.items():
-        targets.add_row(name, "yes" if usable else "no")
-    return [machine, providers, targets]
+        targets.add_row(Text(name), _yes(usable), Text(findings.needs.get(name, "")))
+    return [
+        figures.titled("Machine", figures.pairs(rows)),
+        figures.titled("Execution providers", providers),
+        figures.titled("Targets", targets),
+    ]
+
+
+def _yes(value: bool) -> Text:
+    from rich.text import Text
+
+    return Text("yes", style="green") if value else Text("no", style="yellow")
 
 
 def _providers() -> tuple[str | None, tuple[ProviderCheck, ...]]:
@@ -172,33 +195,40 @@ def _providers() -> tuple[str | None, tuple[ProviderCheck, ...]]:
         import onnxruntime as ort
     except ImportError:
         return None, ()
-    return str(ort.__version__), tuple(check_provider(name) for name in ort.get_available_providers())
+    names = [name for name in ort.get_available_providers() if name not in _NOT_FOR_DEVICES]
+    return str(ort.__version__), tuple(check_provider(name) for name in names)
 
 
-def _targets(checks: tuple[ProviderCheck, ...]) -> dict[str, bool]:
+def _needs(checks: tuple[ProviderCheck, ...]) -> dict[str, str]:
+    """Every target, and why it cannot run here: empty if it can."""
     from edge_convert.runtime.device import load_profiles
 
-    working = {check.name for check in checks if check.works}
-    return {name: profile.providers[0].name in working for name, profile in load_profiles().items()}
+    found = {check.name: check for check in checks}
+    needs = {}
+    for name, profile in load_profiles().items():
+        wanted = profile.providers[0].name
+        if wanted not in found:
+            needs[name] = f"needs {wanted}"
+        else:
+            needs[name] = "" if found[wanted].works else f"needs {wanted}, which does not work here"
+    return needs
 
 
 def _cpus() -> dict[str, Any]:
-    from edge_convert.runtime.threads import available_cpus
+    from edge_convert.runtime.threads import available_cpus, cpu_quota
 
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    quota = _first_line(Path("/sys/fs/cgroup/cpu.max")) or _first_line(Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"))
     return {
-        "processors": os.cpu_count(),
-        "affinity": affinity,
-        "cgroup quota": "none" if quota is None or quota.startswith(("-1", "max")) else quota,
-        "threads used": available_cpus(),
+        "cores": os.cpu_count(),
+        "may_use": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "container_limit": cpu_quota(),
+        "threads": available_cpus(),
         "machine": platform.machine(),
     }
 
 
 def _memory() -> dict[str, int]:
     found: dict[str, int] = {}
-    names = {"MemTotal:": "total", "MemAvailable:": "available"}
+    names = {"MemTotal:": "total", "MemAvailable:": "free"}
     path = Path("/proc/meminfo")
     for line in path.read_text(encoding="ascii").splitlines() if path.is_file() else ():
         parts = line.split()
@@ -206,7 +236,7 @@ def _memory() -> dict[str, int]:
             found[names[parts[0]]] = int(parts[1]) // 1024
     limit = _first_line(Path("/sys/fs/cgroup/memory.max"))
     if limit and limit.isdigit():
-        found["cgroup limit"] = int(limit) // 2**20
+        found["container limit"] = int(limit) // 2**20
     return found
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from edge_convert.validate import figures
+
 if TYPE_CHECKING:
+    from rich.console import Group
     from rich.table import Table
 
     from edge_convert.runtime.bundle import Bundle
@@ -40,37 +43,29 @@ def describe(bundle: Bundle) -> dict[str, Any]:
     }
 
 
-def tables(description: dict[str, Any]) -> list[Table]:
-    """The tables of one description made by `describe`."""
-    from rich.table import Table
-
-    summary = Table(title="Bundle", show_header=False)
+def tables(description: dict[str, Any]) -> list[Group]:
+    """What a terminal shows of one description made by `describe`."""
     source = description["source"]
-    rows = {key: str(description[key]) for key in ("task", "target", "precision", "created")}
-    rows["size"] = size_text(description["total_bytes"])
-    rows |= {f"source {key}": str(value) for key, value in source.items() if value is not None}
-    rows |= {f"made with {name}": str(version) for name, version in description["tools"].items()}
-    for number, warning in enumerate(description["warnings"], start=1):
-        rows[f"warning {number}"] = str(warning)
-    _fill(summary, rows)
-    result = [summary]
-    for role, graph in description["graphs"].items():
-        result += _graph_tables(role, graph)
-    files = Table("file", "size", "SHA-256", title="Files")
-    for name, spec in description["files"].items():
-        files.add_row(_plain(name), size_text(spec["size"]), spec["sha256"][:16])
-    processing = Table(title="Processing", show_header=False)
-    _fill(processing, {key: str(value) for key, value in description["processing"].items()})
-    return [*result, files, processing]
+    rows = {key: str(description[key]) for key in ("path", "task", "target", "precision", "created")}
+    rows["size"] = figures.size(description["total_bytes"])
+    rows["made with"] = ", ".join(f"{name} {version}" for name, version in description["tools"].items()) or "unknown"
+    for index, warning in enumerate(description["warnings"], start=1):
+        rows[f"warning {index}"] = str(warning)
+    origin = {key.replace("sha256", "SHA-256"): str(value) for key, value in source.items() if value is not None}
+    result = [figures.titled("Bundle", figures.pairs(rows)), figures.titled("Source", figures.pairs(origin))]
+    result += [_graph_shown(role, graph) for role, graph in description["graphs"].items()]
+    processing = {key: figures.text(value) for key, value in description["processing"].items()}
+    result.append(figures.titled("Processing", figures.pairs(processing)))
+    return [*result, figures.titled("Files (SHA-256 below each name)", _files(description["files"]))]
 
 
-def size_text(size: float) -> str:
-    """`size` in bytes as text with a binary unit, such as '1.5 MiB'."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"
+def _files(files: dict[str, dict[str, Any]]) -> Table:
+    from rich.text import Text
+
+    table = figures.table("file", "size", right=("size",))
+    for name, spec in files.items():
+        table.add_row(Text.assemble(name, ("\n" + spec["sha256"], "dim")), figures.size(spec["size"]))
+    return table
 
 
 def _graph(spec: GraphSpec) -> dict[str, Any]:
@@ -101,36 +96,21 @@ def _tensor(spec: TensorSpec) -> dict[str, Any]:
     return {"name": spec.name, "dtype": spec.dtype, "shape": list(spec.shape)}
 
 
-def _graph_tables(role: str, graph: dict[str, Any]) -> list[Table]:
-    from rich.table import Table
-
-    head = Table(title=f"Graph {role}", show_header=False)
+def _graph_shown(role: str, graph: dict[str, Any]) -> Group:
     opsets = ", ".join(f"{domain or 'ai.onnx'} {version}" for domain, version in graph["opsets"].items())
-    rows = {"file": graph["file"], "IR / opsets": f"{graph['ir_version']} / {opsets}"}
+    rows = {"file": graph["file"], "ONNX IR": str(graph["ir_version"]), "opsets": opsets}
     for direction in ("inputs", "outputs"):
         shown = [_tensor_text(item) for item in graph[direction]]
-        rows[direction] = "\n".join(shown if len(shown) <= 8 else [*shown[:6], f"… and {len(shown) - 6} more"])
+        rows[direction] = "\n".join(shown if len(shown) <= 6 else [*shown[:4], f"… and {len(shown) - 4} more (--json)"])
     if graph["cache"]:
-        rows["cache"] = ", ".join(f"{key} {value}" for key, value in graph["cache"].items())
-    rows["weights"] = ", ".join(f"{dtype} {size_text(size)}" for dtype, size in graph["initializer_bytes"].items())
-    _fill(head, rows)
-    nodes = Table("node", "count", title=f"Nodes of {role} ({graph['node_total']})")
-    for name, count in graph["node_counts"].items():
-        nodes.add_row(_plain(name), str(count))
-    return [head, nodes]
+        rows["cache"] = ", ".join(
+            f"{key.replace('_', ' ')} {figures.text(value)}" for key, value in graph["cache"].items()
+        )
+    rows["weights"] = ", ".join(f"{dtype} {figures.size(size)}" for dtype, size in graph["initializer_bytes"].items())
+    nodes = ", ".join(f"{count} {name}" for name, count in graph["node_counts"].items())
+    rows["nodes"] = f"{graph['node_total']}: {nodes}"
+    return figures.titled(f"Graph {role}", figures.pairs(rows))
 
 
 def _tensor_text(item: dict[str, Any]) -> str:
     return f"{item['name']}: {item['dtype']} ({', '.join(str(dim) for dim in item['shape'])})"
-
-
-def _fill(table: Table, rows: dict[str, str]) -> None:
-    for key, value in rows.items():
-        table.add_row(_plain(key), _plain(value))
-
-
-def _plain(text: str) -> str:
-    """`text` without meaning to rich: names from a bundle may hold square brackets."""
-    from rich.markup import escape
-
-    return escape(text)

@@ -8,12 +8,28 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from edge_convert.runtime.errors import BundleError
+from edge_convert.validate import figures
 from edge_convert.validate.gates import Gate, Outcome
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import Group
+    from rich.text import Text
 
 REPORT_VERSION = 1
+_STYLES = {"passed": "green", "failed": "red", "not_run": "yellow"}
+_SIGNS = {"min": "≥", "max": "≤", "equal": "="}
+_ON_CPU = " (on CPU)"
+# What says how something was measured, not how much it was: one line below the numbers.
+_FACTS = {
+    "prompts": "{} prompts",
+    "texts": "{} texts",
+    "images": "{} images",
+    "tokens": "{} tokens",
+    "prompt_tokens": "{} prompt tokens",
+    "warm_up": "warm-up {}",
+    "threads": "{} threads",
+    "providers": "{}",
+}
 
 
 class ReportError(BundleError):
@@ -86,43 +102,61 @@ def exit_code(report: Report, strict: bool = False) -> int:
     return 3 if report.failed or (strict and report.outcome != "passed") else 0
 
 
-def report_table(report: Report) -> list[Table]:
-    """Tables for a terminal: the gates, then the measurements, if there are any."""
-    from rich.table import Table
+def report_table(report: Report) -> list[Group]:
+    """What a terminal shows: the gates with their reasons as footnotes, then the measurements, if there are any."""
     from rich.text import Text
 
-    styles = {"passed": "green", "failed": "bold red", "not_run": "yellow"}
-    signs = {"min": "≥", "max": "≤", "equal": "="}
-    gates = Table(title=f"{report.task} · {report.precision} · {report.target}", title_justify="left")
-    for heading in ("gate", "metric"):
-        gates.add_column(heading)
-    gates.add_column("value", justify="right")
-    gates.add_column("bound", justify="right")
-    gates.add_column("outcome", no_wrap=True)
-    gates.add_column("reason", overflow="fold")
+    shown = [_gates(report)]
+    for group, values in report.measurements.items():
+        flat = values if isinstance(values, dict) else {group: values}
+        facts = {key: value for key, value in flat.items() if key in _FACTS}
+        measured = figures.table("measurement", "value", "unit", right=("value",))
+        for what, value, unit in figures.rows({key: value for key, value in flat.items() if key not in _FACTS}):
+            measured.add_row(Text(what), Text(value), unit)
+        below = ", ".join(_FACTS[key].format(figures.text(value)) for key, value in facts.items())
+        shown.append(figures.titled(group, measured, *([Text(below, style="dim")] if below else [])))
+    return shown
+
+
+def verdict(report: Report, *, size_bytes: int, seconds: float) -> Text:
+    """The last line of a validation: the outcome, the gates counted, the bundle's size, and how long it took."""
+    from rich.text import Text
+
+    words = {"passed": "passed", "failed": "failed", "not_run": "passed in part"}
+    word = words[report.outcome] if report.failed or report.count("passed") else "not run"
+    gates = "gate" if report.count("passed") == 1 else "gates"
+    counts = (
+        f"{report.count('passed')} {gates} passed, {report.count('failed')} failed, {report.count('not_run')} not run"
+    )
+    details = f": {counts} · {figures.size(size_bytes)} · {figures.duration(seconds)}"
+    return Text.assemble((word, f"bold {_STYLES[report.outcome]}"), details)
+
+
+def _gates(report: Report) -> Group:
+    from rich.text import Text
+
+    table = figures.table("gate", "metric", "value", "bound", "outcome", right=("value", "bound"))
+    for index in (1, 2, 3, 4):
+        table.columns[index].no_wrap = True
+    # A label that all measured gates have is said once, above them.
+    measured = [gate for gate in report.gates if gate.value is not None]
+    on_cpu = bool(measured) and all(gate.name.endswith(_ON_CPU) for gate in measured)
+    reasons: list[str] = []
     for gate in report.gates:
-        bound = "" if gate.bound is None else f"{signs[gate.comparison]} {gate.bound:.6g}"
-        outcome = Text(gate.outcome.replace("_", " "), style=styles[gate.outcome])
-        gates.add_row(Text(gate.name), Text(gate.metric), _number(gate.value), bound, outcome, Text(gate.reason))
-    measurements = Table(title="measurements", title_justify="left")
-    measurements.add_column("what")
-    measurements.add_column("value", justify="right", overflow="fold")
-    for name, value in _flat(report.measurements):
-        measurements.add_row(Text(name), Text(_number(value)))
-    return [gates, measurements] if report.measurements else [gates]
-
-
-def _number(value: Any) -> str:
-    if value is None:
-        return "–"
-    return f"{value:.6g}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
-
-
-def _flat(value: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    rows: list[tuple[str, Any]] = []
-    for key, item in value.items():
-        rows += _flat(item, f"{prefix}{key}.") if isinstance(item, dict) else [(f"{prefix}{key}", item)]
-    return rows
+        value, bound = "–", "" if gate.bound is None else figures.number(gate.bound, 6)
+        if gate.value is not None and gate.bound is not None:
+            value, bound = figures.apart(gate.value, gate.bound)
+        elif gate.value is not None:
+            value = figures.number(gate.value)
+        if gate.reason and gate.reason not in reasons:
+            reasons.append(gate.reason)
+        mark = f" [{reasons.index(gate.reason) + 1}]" if gate.reason else ""
+        outcome = Text.assemble((gate.outcome.replace("_", " "), _STYLES[gate.outcome]), mark)
+        name = gate.name.removesuffix(_ON_CPU) if on_cpu else gate.name
+        sign = f"{_SIGNS[gate.comparison]} " if bound else ""
+        table.add_row(Text(name), Text(gate.metric), value, f"{sign}{bound}", outcome)
+    title = f"{report.task} · {report.precision} · {report.target}{' · measured on the CPU' if on_cpu else ''}"
+    return figures.titled(title, table, *([figures.footnotes(reasons)] if reasons else []))
 
 
 def _parse_gate(value: Any) -> Gate:

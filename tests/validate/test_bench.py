@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from edge_convert.validate.bench import _cached_run, _uncached_run, chart, percentiles
+from edge_convert.runtime.bundle import Bundle
+from edge_convert.validate import figures
+from edge_convert.validate.bench import (
+    Bench,
+    BenchSettings,
+    _cached_run,
+    _uncached_run,
+    bench_bundle,
+    chart,
+    ends,
+    percentiles,
+    sentences,
+)
 
 
 class FakeDecoder:
     """Costs 20 µs a token of input; remembers what it was asked."""
 
-    def __init__(self) -> None:
+    context_length = 1000
+
+    def __init__(self, session: Any = None) -> None:
         self.prefills: list[int] = []
         self.steps = 0
 
@@ -62,3 +77,48 @@ def test_chart_has_one_bar_per_group_and_grows() -> None:
     assert bars == sorted(bars)
     assert bars[-1] == 20
     assert chart([]) == ""
+
+
+def measure(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> tuple[Bench, FakeDecoder]:
+    """A bench of the fake decoder."""
+    decoder = FakeDecoder()
+    monkeypatch.setattr("edge_convert.runtime.generate.Decoder", lambda session: decoder)
+    session = SimpleNamespace(spec=SimpleNamespace(outputs=()), providers=("CPUExecutionProvider",), threads=2)
+    manifest = SimpleNamespace(task="text-generation", target="cpu", precision="int8")
+    bundle = SimpleNamespace(manifest=manifest, session=lambda role, profile, threads: session)
+    return bench_bundle(cast("Bundle", bundle), BenchSettings(prompt_tokens=10, tokens=4, **settings)), decoder
+
+
+def test_without_the_cache_the_warm_up_is_short_and_the_cached_run_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, decoder = measure(monkeypatch, runs=1, warmup=1, cache=False)
+    # One token to warm up, the run, and the prefills of the cached warm-up and run.
+    assert decoder.prefills == [10, 11, 10, 11, 12, 13, 14, 10, 10]
+    assert found.measurements["cache_speedup"] > 1
+    assert [position for position, _ in found.series] == [position for position, _ in found.cached_series]
+    growth, ratio = sentences(found)
+    assert growth.startswith("A token takes ")
+    assert ratio.startswith("Cached ")
+    assert ratio.endswith("x at 11 to 14 tokens.")
+
+
+def test_with_the_cache_nothing_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, _ = measure(monkeypatch, runs=2, warmup=0)
+    assert found.cached_series == ()
+    assert len(sentences(found)) == 1
+
+
+def test_the_sentences_compare_rates_and_ends() -> None:
+    series = tuple((100 + index, 80.0 + index) for index in range(1, 9))
+    cached = tuple((100 + index, 7.3) for index in range(1, 9))
+    bench = Bench("text-generation", "m", "cpu", "int8", (), 2, BenchSettings(), {}, series, cached)
+    assert ends(series) == (81.5, 87.5)
+    assert sentences(bench) == [
+        "A token takes 81.5 ms at 101 tokens and 87.5 ms at 108: 1.074x.",
+        "Cached 137 tokens/s, without 11.8 tokens/s: 12x at 101 to 108 tokens.",
+    ]
+
+
+def test_names_are_those_of_a_validation() -> None:
+    spread = {"p50": 7.0, "p90": 8.0, "p99": 9.0}
+    assert figures.rows({"token_ms": spread | {"samples": 126}}) == figures.rows({"token_ms": spread})
+    assert figures.rows({"batch_frames_per_s": 10.0}) == [("frames in batches", "10", "frames/s")]
