@@ -4,8 +4,9 @@
 
 All runners get the same prompt ids, thread count and number of new tokens, decode greedily and do not
 stop at an end token. They take turns (one repeat of each, then the next), so that a slow moment of the
-machine meets all of them, and the medians are reported. onnxruntime-genai runs the graph that its own
-builder makes from the same weights at the bundle's precision; llama.cpp runs the GGUF as it is.
+machine meets all of them, and the medians are reported; ratios are medians over the repeats, each beside its
+own. onnxruntime-genai runs twice: the bundle's own graph (equal work, so loop against loop), and the graph
+that its builder makes from the same weights at the bundle's precision. llama.cpp runs the GGUF as it is.
 
 Prints a table and one JSON line. Needs the extra `convert` and `xllamacpp`.
 """
@@ -17,6 +18,7 @@ import json
 import logging
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
@@ -29,9 +31,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import rich.box
 from rich.console import Console
 from rich.table import Table
 
+from edge_convert.convert.decoder_passes import LENGTHS, POSITIONS
 from edge_convert.runtime.bundle import Bundle
 from edge_convert.runtime.generate import Decoder, generate
 from edge_convert.runtime.sampling import GenerationConfig
@@ -116,9 +120,8 @@ def ours(bundle: Bundle, threads: int) -> Competitor:
     return Competitor(OURS, bundle.manifest.precision, metadata.version("onnxruntime"), run)
 
 
-def genai(checkpoint: Path, work: Path, precision: str, threads: int) -> Competitor:
-    import onnxruntime_genai as og
-
+def build_genai(checkpoint: Path, work: Path, precision: str) -> Path:
+    """The folder that onnxruntime-genai's own builder makes of the weights."""
     folder = work / "genai"
     command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", str(checkpoint), "-o", str(folder)]
     command += ["-p", precision, "-e", "cpu", "-c", str(work / "cache")]
@@ -127,6 +130,54 @@ def genai(checkpoint: Path, work: Path, precision: str, threads: int) -> Competi
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         sys.exit(f"The onnxruntime-genai builder failed:\n{done.stderr[-2000:]}")
+    return folder
+
+
+def our_graph_for_genai(bundle: Bundle, built: Path, folder: Path) -> Path:
+    """The bundle's graph in a folder for onnxruntime-genai, with the configuration that its builder wrote.
+
+    onnxruntime-genai gives a growing attention mask and asks for the last token's logits, so the few operators
+    that turn the one into lengths and pick the other are put in front.
+    """
+    import onnx
+    from onnx import TensorProto, helper
+
+    spec = bundle.manifest.graphs["decoder"]
+    folder.mkdir()
+    for file in built.iterdir():
+        if file.name.startswith(("genai_config", "tokenizer", "chat_template")):
+            shutil.copy(file, folder)
+    model = onnx.load(bundle.file(spec.file), load_external_data=False)
+    graph = model.graph
+    kept = [value for value in graph.input if value.name not in (*LENGTHS, POSITIONS)]
+    mask = helper.make_tensor_value_info("attention_mask", TensorProto.INT64, ["batch", "total_sequence"])
+    del graph.input[:]
+    graph.input.extend([*kept, mask])
+    constants = {"genai.one": [1], "genai.axis": [1], "genai.axis0": [0]}
+    graph.initializer.extend(helper.make_tensor(name, TensorProto.INT64, [1], at) for name, at in constants.items())
+    front = [
+        helper.make_node("ReduceSum", ["attention_mask", "genai.axis"], ["genai.sum"], keepdims=0),
+        helper.make_node("Sub", ["genai.sum", "genai.one"], ["genai.last"]),
+        helper.make_node("Cast", ["genai.last"], [LENGTHS[0]], to=TensorProto.INT32),
+        helper.make_node("Shape", ["attention_mask"], ["genai.total"], start=1, end=2),
+        helper.make_node("Squeeze", ["genai.total", "genai.axis0"], ["genai.length"]),
+        helper.make_node("Cast", ["genai.length"], [LENGTHS[1]], to=TensorProto.INT32),
+        helper.make_node("Shape", ["input_ids"], ["genai.count"], start=1, end=2),
+        helper.make_node("Sub", ["genai.count", "genai.one"], [POSITIONS]),
+    ]
+    nodes = [*front, *graph.node]
+    del graph.node[:]
+    graph.node.extend(nodes)
+    onnx.save(model, folder / "model.onnx")
+    data = f"{spec.file}.data"
+    shutil.copy(bundle.file(data), folder / data)
+    return folder
+
+
+def genai(name: str, folder: Path, precision: str, threads: int) -> Competitor:
+    """A folder in onnxruntime-genai's form, run by its own loop."""
+    import onnxruntime_genai as og
+
     file = folder / "genai_config.json"
     config = json.loads(file.read_text())
     config["model"]["decoder"]["session_options"]["intra_op_num_threads"] = threads
@@ -147,7 +198,7 @@ def genai(checkpoint: Path, work: Path, precision: str, threads: int) -> Competi
             stamps.append(time.perf_counter())
         return sample_of(start, stamps)
 
-    return Competitor("onnxruntime-genai", precision, og.__version__, run)
+    return Competitor(name, precision, og.__version__, run)
 
 
 def transformers_cpu(checkpoint: Path, threads: int) -> Competitor:
@@ -240,9 +291,11 @@ def measure(runners: list[Competitor], ids: list[int], *, tokens: int, repeats: 
     return samples
 
 
-def summary(runner: Competitor, samples: list[Sample], ours_tokens_per_s: float) -> dict[str, Any]:
+def summary(runner: Competitor, samples: list[Sample], our_samples: list[Sample]) -> dict[str, Any]:
+    """One row: medians, and how ours compares in the median repeat."""
     speeds = [sample.decode_tokens_per_s for sample in samples]
     overheads = [sample.overhead_ms_per_token for sample in samples if sample.overhead_ms_per_token is not None]
+    pairs = list(zip(our_samples, samples, strict=True))
     return {
         "runner": runner.name,
         "precision": runner.precision,
@@ -251,27 +304,39 @@ def summary(runner: Competitor, samples: list[Sample], ours_tokens_per_s: float)
         "decode_tokens_per_s": round(statistics.median(speeds), 2),
         "decode_tokens_per_s_range": [round(min(speeds), 2), round(max(speeds), 2)],
         "overhead_ms_per_token": round(statistics.median(overheads), 4) if overheads else None,
-        "edge_convert_ratio": round(ours_tokens_per_s / statistics.median(speeds), 3),
+        "our_decode_ratio": round(
+            statistics.median(a.decode_tokens_per_s / b.decode_tokens_per_s for a, b in pairs), 3
+        ),
+        "our_ttft_ratio": round(statistics.median(a.ttft_ms / b.ttft_ms for a, b in pairs), 3),
     }
 
 
 def show(rows: list[dict[str, Any]], title: str) -> None:
-    table = Table(title=title)
-    headings = ("precision", "time to first token ms", "decode tokens/s", "range", "loop ms/token", "edge-convert is ×")
+    table = Table(title=title, box=rich.box.SIMPLE_HEAD)
     table.add_column("runner")
-    for heading in headings:
+    for heading in (
+        "precision",
+        "decode\ntokens/s",
+        "range",
+        "our decode\nis ×",
+        "first token\nms",
+        "our first\nis ×",
+        "loop\nms/token",
+    ):
         table.add_column(heading, justify="right")
     for row in rows:
         low, high = row["decode_tokens_per_s_range"]
         overhead = row["overhead_ms_per_token"]
-        cells = (
+        table.add_row(
+            row["runner"],
             row["precision"],
-            f"{row['ttft_ms']:.1f}",
             f"{row['decode_tokens_per_s']:.1f}",
-            f"{low:.1f}-{high:.1f}",
+            f"{low:.0f}-{high:.0f}",
+            f"{row['our_decode_ratio']:.2f}",
+            f"{row['ttft_ms']:.1f}",
+            f"{row['our_ttft_ratio']:.2f}",
+            "-" if overhead is None else f"{overhead:.3f}",
         )
-        cells += ("-" if overhead is None else f"{overhead:.3f}", f"{row['edge_convert_ratio']:.2f}")
-        table.add_row(row["runner"], *cells)
     Console(width=120).print(table)
 
 
@@ -295,16 +360,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="edge-convert-bench-") as name:
         work = Path(name)
         checkpoint = checkpoint_of(options.gguf.resolve(), work / "checkpoint")
+        built = build_genai(checkpoint, work, precision)
+        ours_for_genai = our_graph_for_genai(bundle, built, work / "genai-ours")
         runners = [
             ours(bundle, options.threads),
-            genai(checkpoint, work, precision, options.threads),
+            genai("genai, our graph", ours_for_genai, precision, options.threads),
+            genai("genai, its graph", built, precision, options.threads),
             llama_cpp(options.gguf.resolve(), options.threads, len(ids) + options.tokens + 16),
             transformers_cpu(checkpoint, options.threads),
         ]
         samples = measure(runners, ids, tokens=options.tokens, repeats=options.repeats)
 
-    speed = statistics.median(sample.decode_tokens_per_s for sample in samples[OURS])
-    rows = [summary(runner, samples[runner.name], speed) for runner in runners]
+    rows = [summary(runner, samples[runner.name], samples[OURS]) for runner in runners]
     title = f"{bundle.manifest.source.name}, {len(ids)} prompt tokens, {options.tokens} new, {options.threads} threads"
     show(rows, title)
     setting = {"prompt_tokens": len(ids), "new_tokens": options.tokens, "threads": options.threads}

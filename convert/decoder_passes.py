@@ -1,7 +1,8 @@
 """Graph passes on a freshly exported decoder: values to values on an onnx_ir model, nothing read from disk.
 
-They give every decoder the project's contract: `logits_positions` picks what the head computes, the tied
-embedding is stored once as (vocab, hidden), rotary tables end at the context, and older runtimes can open it.
+They give every decoder the project's contract: lengths come in as two numbers, `logits_positions` picks what the
+head computes, the tied embedding is stored once as (vocab, hidden), rotary tables end at the context, and older
+runtimes can open it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 POSITIONS = "logits_positions"
+LENGTHS = ("seqlens_k", "total_sequence_length")  # as GroupQueryAttention calls its inputs 5 and 6
 HEAD_NAME = "/lm_head/MatMul"
 _MICROSOFT = "com.microsoft"
 _EXTERNAL_FROM_BYTES = 1024
@@ -143,6 +145,34 @@ def add_logits_positions(model: ir.Model) -> None:
             pending.extend(node for node, _ in value.uses())
     if logits.name != "logits":
         raise ExportError(f"The exported graph's first output is {logits.name!r}, and 'logits' is expected.")
+
+
+def take_lengths(model: ir.Model) -> None:
+    """Replace the input `attention_mask` by `seqlens_k` (int32 (batch,), length - 1) and `total_sequence_length` ().
+
+    The exporter computes both from a mask of ones that grows by one with every token; as inputs of a fixed shape
+    they are bound once for a whole generation, and eight operators go.
+    """
+    import onnx_ir as ir
+    from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+    attention = [node for node in model.graph.all_nodes() if node.op_type == "GroupQueryAttention"]
+    mask = next((value for value in model.graph.inputs if value.name == "attention_mask"), None)
+    if not attention or mask is None:
+        raise ExportError(
+            "The exported graph has no GroupQueryAttention with an attention mask. "
+            "This exporter version writes another graph; install the version in constraints.txt."
+        )
+    for place, name, shape in ((5, LENGTHS[0], ("batch",)), (6, LENGTHS[1], ())):
+        given = ir.Value(name=name, type=ir.TensorType(ir.DataType.INT32), shape=ir.Shape(shape))
+        model.graph.inputs.append(given)
+        for old in {node.inputs[place] for node in attention}:
+            assert old is not None
+            old.replace_all_uses_with(given)
+    RemoveUnusedNodesPass()(model)
+    if mask.uses():
+        raise ExportError("The exported graph uses the attention mask for more than lengths, which no pass knows.")
+    model.graph.inputs.remove(mask)
 
 
 def drop_trailing_inputs(model: ir.Model) -> None:

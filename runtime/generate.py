@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from edge_convert.runtime.session import Session
 
 FinishReason = Literal["stop", "length", "cancelled"]
-_KNOWN_INPUTS = {"input_ids", "attention_mask", "position_ids", "logits_positions"}
+_NEEDED_INPUTS = {"input_ids", "seqlens_k", "total_sequence_length"}
+_KNOWN_INPUTS = _NEEDED_INPUTS | {"position_ids", "logits_positions"}
 
 
 class Decoder:
@@ -49,7 +50,7 @@ class Decoder:
         names = {tensor.name for tensor in spec.inputs} - set(spec.cache.past)
         logits = next((tensor for tensor in spec.outputs if tensor.name == "logits"), None)
         unknown = sorted(names - _KNOWN_INPUTS)
-        if unknown or not {"input_ids", "attention_mask"} <= names or logits is None:
+        if unknown or not names >= _NEEDED_INPUTS or logits is None:
             raise BundleError(
                 f"The decoder has the inputs {', '.join(sorted(names))}, which this runtime cannot drive. "
                 "Convert the model again with this version."
@@ -66,7 +67,8 @@ class Decoder:
         self._cache.bind(self._binding)
         self._has_positions = "logits_positions" in names
         self._ids = np.zeros((1, self.chunk_tokens), np.int64)
-        self._mask = np.ones((1, spec.cache.max_length), np.int64)
+        self._last_position = np.zeros(1, np.int32)  # GroupQueryAttention's seqlens_k: total length - 1
+        self._total_length = np.zeros((), np.int32)
         self._positions = np.arange(spec.cache.max_length, dtype=np.int64) if "position_ids" in names else None
         self._kept = np.arange(self.chunk_tokens, dtype=np.int64)
         self._logits_dtype: Any = np.dtype(logits.dtype)
@@ -166,8 +168,10 @@ class Decoder:
         past = self._cache.length
         total = past + count
         self._ids[0, :count] = tokens
+        self._last_position[0], self._total_length[()] = total - 1, total
         self._bind_input("input_ids", (1, count), self._ids)
-        self._bind_input("attention_mask", (1, total), self._mask)
+        self._bind_input("seqlens_k", (1,), self._last_position)
+        self._bind_input("total_sequence_length", (), self._total_length)
         if self._positions is not None:
             self._bind_input("position_ids", (1, count), self._positions[past:])
         rows: npt.NDArray[Any] = self._last if out is None else out
@@ -189,11 +193,11 @@ class Decoder:
             self._last[0] = rows[-1]
         self._cache.advance(count)
 
-    def _bind_input(self, name: str, shape: tuple[int, ...], buffer: npt.NDArray[np.int64]) -> None:
+    def _bind_input(self, name: str, shape: tuple[int, ...], buffer: npt.NDArray[Any]) -> None:
         place = (shape, int(buffer.ctypes.data))
         if self._keeps_inputs and self._bound.get(name) == place:
             return
-        self._binding.bind_input(name, "cpu", 0, np.int64, *place)
+        self._binding.bind_input(name, "cpu", 0, buffer.dtype.type, *place)
         self._bound[name] = place
 
 

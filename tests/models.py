@@ -58,11 +58,6 @@ def toy_decoder(
 
     angles = np.arange(max_length)[:, None] / 10000 ** (np.arange(HEAD_DIM // 2)[None] / (HEAD_DIM // 2))
     cos, sin = constant("cos", np.cos(angles).astype(np.float32)), constant("sin", np.sin(angles).astype(np.float32))
-    one, axis = constant("one", np.array(1, np.int64)), constant("axis", np.array([1], np.int64))
-    summed = node("ReduceSum", ["attention_mask", axis], "summed", keepdims=0)
-    lengths = node("Cast", [node("Sub", [summed, one], "last")], "lengths", to=TensorProto.INT32)
-    size = node("Gather", [node("Shape", ["attention_mask"], "mask_shape"), one], "size", axis=0)
-    total = node("Cast", [size], "total", to=TensorProto.INT32)
     embedding = constant("embedding", rng.standard_normal((vocab, hidden)).astype(np.float32))
     x = node("Gather", [embedding, "input_ids"], "x.0", axis=0)
     if position_ids:
@@ -77,7 +72,7 @@ def toy_decoder(
         present = [f"present.{layer}.{kind}" for kind in ("key", "value")]
         nodes.append(
             helper.make_node(
-                "GroupQueryAttention", [q, k, v, *past, lengths, total, cos, sin], [f"attention.{layer}", *present],
+                "GroupQueryAttention", [q, k, v, *past, "seqlens_k", "total_sequence_length", cos, sin], [f"attention.{layer}", *present],
                 name=f"attention.{layer}", domain="com.microsoft", num_heads=HEADS, kv_num_heads=KV_HEADS, do_rotary=1,
             )
         )  # fmt: skip
@@ -85,7 +80,12 @@ def toy_decoder(
         x = node("Add", [x, projected], f"x.{layer + 1}")
     kept = node("Gather", [x, "logits_positions"], "kept_hidden", axis=1) if logits_positions else x
     logits = node("MatMul", [kept, random("head", hidden, vocab)], "logits.float")
-    kinds = {"int64": TensorProto.INT64, "float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16}
+    kinds = {
+        "int32": TensorProto.INT32,
+        "int64": TensorProto.INT64,
+        "float32": TensorProto.FLOAT,
+        "float16": TensorProto.FLOAT16,
+    }
     node("Cast", [logits], "logits", to=kinds[logits_dtype])
 
     cache_shape = ("batch", KV_HEADS, "past_sequence", HEAD_DIM)
@@ -93,7 +93,8 @@ def toy_decoder(
     presents = tuple(f"present.{i}.{kind}" for i in range(layers) for kind in ("key", "value"))
     inputs = (
         TensorSpec("input_ids", "int64", ("batch", "sequence")),
-        TensorSpec("attention_mask", "int64", ("batch", "total_sequence")),
+        TensorSpec("seqlens_k", "int32", ("batch",)),
+        TensorSpec("total_sequence_length", "int32", ()),
         *((TensorSpec("position_ids", "int64", ("batch", "sequence")),) if position_ids else ()),
         *((TensorSpec("logits_positions", "int64", ("kept",)),) if logits_positions else ()),
         *(TensorSpec(name, "float32", cache_shape) for name in pasts),

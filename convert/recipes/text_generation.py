@@ -45,6 +45,7 @@ def export(request: Request, folder: Path) -> dict[str, Exported]:
     length = context_length(request, raw.context_length)
     model = passes.load_graph(raw.path)
     passes.share_embedding(model)
+    passes.take_lengths(model)
     passes.add_logits_positions(model)
     passes.drop_trailing_inputs(model)
     passes.fix_cache_shapes(model, raw.head_dim)

@@ -43,7 +43,8 @@ def run(graph: Exported, ids: np.ndarray, *, positions: list[int] | None = None,
     for chunk in (ids[:split], ids[split:]) if split else (ids,):
         kept = list(range(len(chunk))) if positions is None else positions
         done += len(chunk)
-        feed = {"input_ids": chunk[None], "attention_mask": np.ones((1, done), np.int64), **past}
+        feed = {"input_ids": chunk[None], "seqlens_k": np.array([done - 1], np.int32), **past}
+        feed["total_sequence_length"] = np.array(done, np.int32)
         feed["logits_positions"] = np.array(kept, np.int64)
         logits, *present = session.run(["logits", *graph.cache.present], feed)
         past = dict(zip(graph.cache.past, present, strict=True))
@@ -97,7 +98,7 @@ def test_graph_has_the_contract(precision: str, llama_graphs: dict[str, Exported
     assert {entry.domain: entry.version for entry in model.opset_import} == {"": 21, "com.microsoft": 1}
     assert graph.cache is not None
     inputs = {value.name for value in model.graph.input}
-    assert inputs == {"input_ids", "attention_mask", "logits_positions", *graph.cache.past}
+    assert inputs == {"input_ids", "seqlens_k", "total_sequence_length", "logits_positions", *graph.cache.past}
     assert model.graph.output[0].name == "logits"
     assert {value.name for value in model.graph.output} == {"logits", *graph.cache.present}
     past = next(value for value in model.graph.input if value.name == graph.cache.past[0])

@@ -29,7 +29,8 @@ def uncached(session: Session, ids: np.ndarray) -> np.ndarray:
     assert cache is not None
     feed = {
         "input_ids": ids[None],
-        "attention_mask": np.ones((1, len(ids)), np.int64),
+        "seqlens_k": np.array([len(ids) - 1], np.int32),
+        "total_sequence_length": np.array(len(ids), np.int32),
         "position_ids": np.arange(len(ids))[None],
         "logits_positions": np.arange(len(ids)),
     }
