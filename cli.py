@@ -177,7 +177,7 @@ def validate(
     strict: bool,
     as_json: bool,
 ) -> None:
-    """Run the gates of BUNDLE again and write report.json into it."""
+    """Run the gates of BUNDLE again; write report.json into it unless the one there ran more gates."""
     started = time.perf_counter()
     opened = open_bundle(bundle)
     refuse_options({"calibration": "image-classification"}, opened.manifest.task)
@@ -185,6 +185,7 @@ def validate(
         need_source(source)
     need_folder(calibration, "calibration")
     with work() as progress:
+        from edge_convert.validate.report import REPORT_FILE, stored_report
         from edge_convert.validate.suites import validate_bundle
 
         reference, images = None, []
@@ -200,11 +201,17 @@ def validate(
         report = validate_bundle(
             opened, reference, images=images, threads=threads, measure_latency=not no_latency, progress=progress
         )
-    opened.update_file("report.json", report.to_json().encode())
+    stored = stored_report(opened)
+    if replaced := stored is None or report.may_replace(stored):
+        opened.update_file(REPORT_FILE, report.to_json().encode())
     if as_json:
         print_json(json.loads(report.to_json()))
     else:
         print_report(report, bundle=opened, seconds=time.perf_counter() - started)
+    if not replaced:
+        click.echo(
+            "report.json was left as it is: it ran more gates. Give --source SOURCE to run them again.", err=True
+        )
     leave(report, strict=strict)
 
 

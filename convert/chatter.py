@@ -104,7 +104,7 @@ class Stages:
             from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
             columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
-            console = Console(file=self._stream)
+            console = Console(file=self._stream, highlight=False)
             self._live = Progress(
                 *columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False
             )

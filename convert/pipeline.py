@@ -24,7 +24,7 @@ from edge_convert.runtime.bundle import Bundle, collect_files, staged, write_man
 from edge_convert.runtime.device import DeviceProfile, load_profile
 from edge_convert.runtime.errors import ExportError, MissingExtraError, UnknownNameError, UsageError
 from edge_convert.runtime.manifest import PRECISIONS, Manifest, SourceSpec
-from edge_convert.validate.report import Report
+from edge_convert.validate.report import REPORT_FILE, Report
 from edge_convert.validate.runner import Reference
 
 log = logging.getLogger(__name__)
@@ -141,7 +141,7 @@ def _build(
             f"Only {len(images)} photos judged this bundle; give {3 * _FEW_IMAGES} or more to trust it.",
         )
     report = replace(report, notes=(*report.notes, *warnings))
-    bundle.update_file("report.json", report.to_json().encode())
+    bundle.update_file(REPORT_FILE, report.to_json().encode())
     return report
 
 

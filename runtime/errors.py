@@ -47,12 +47,16 @@ class DeviceError(EdgeError):
     """A device profile is invalid, or the device cannot do what it says."""
 
 
+# Sends requests to a service elsewhere, runs nothing here, and is compiled into every build.
+NOT_FOR_DEVICES = ("AzureExecutionProvider",)
+
+
 class ProviderUnavailableError(DeviceError):
     """The execution provider that was asked for is not the one running."""
 
     def __init__(self, provider: str, device: str, found: Iterable[str], hint: str = "") -> None:
         self.provider = provider
-        listed = ", ".join(found) or "none"
+        listed = ", ".join(name for name in found if name not in NOT_FOR_DEVICES) or "none"
         advice = hint or ("Install the onnxruntime build that has it, or use a target whose profile allows fallback.")
         super().__init__(f"{provider} is not available here for target {device}; found: {listed}. {advice}")
 

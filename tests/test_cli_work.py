@@ -170,6 +170,20 @@ def test_validate_writes_the_report_into_the_bundle(tmp_path: Path, monkeypatch:
     assert json.loads(stored) == json.loads(result.stdout)
 
 
+def test_validate_keeps_a_report_that_ran_more_gates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = bundle(tmp_path / "b")
+    stronger = report(PASSED, dataclasses.replace(PASSED, name="against the original"))
+    Bundle.open(folder).update_file("report.json", stronger.to_json().encode())
+    monkeypatch.setattr("edge_convert.validate.suites.validate_bundle", lambda *_, **__: report(PASSED))
+    result = invoke("validate", str(folder), "--no-latency")
+    assert result.exit_code == 0, result.output
+    assert "report.json was left as it is" in result.stderr
+    assert Bundle.open(folder).file("report.json").read_text() == stronger.to_json()
+    monkeypatch.setattr("edge_convert.validate.suites.validate_bundle", lambda *_, **__: report(FAILED))
+    assert invoke("validate", str(folder), "--no-latency").exit_code == 3
+    assert json.loads(Bundle.open(folder).file("report.json").read_text())["gates"][0]["outcome"] == "failed"
+
+
 def test_validate_refuses_images_for_a_task_without(tmp_path: Path) -> None:
     result = invoke("validate", str(bundle(tmp_path / "b")), "--calibration", str(tmp_path))
     assert result.exit_code == 2

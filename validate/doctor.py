@@ -14,6 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from edge_convert.runtime.errors import NOT_FOR_DEVICES
 from edge_convert.validate import figures
 
 if TYPE_CHECKING:
@@ -24,8 +25,6 @@ _PACKAGES = (
     "numpy", "tokenizers", "jinja2", "pillow", "pyyaml", "click", "rich",
     "torch", "transformers", "optimum", "onnx", "onnxscript", "onnxruntime-genai", "gguf",
 )  # fmt: skip
-# Sends requests to a service elsewhere, runs nothing here, and is compiled into every build.
-_NOT_FOR_DEVICES = ("AzureExecutionProvider",)
 _CPU_WORDS = {
     "cores": "CPU cores",
     "may_use": "may use",
@@ -195,7 +194,7 @@ def _providers() -> tuple[str | None, tuple[ProviderCheck, ...]]:
         import onnxruntime as ort
     except ImportError:
         return None, ()
-    names = [name for name in ort.get_available_providers() if name not in _NOT_FOR_DEVICES]
+    names = [name for name in ort.get_available_providers() if name not in NOT_FOR_DEVICES]
     return str(ort.__version__), tuple(check_provider(name) for name in names)
 
 

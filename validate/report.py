@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from rich.console import Group
     from rich.text import Text
 
+    from edge_convert.runtime.bundle import Bundle
+
 REPORT_VERSION = 1
+REPORT_FILE = "report.json"
 _STYLES = {"passed": "green", "failed": "red", "not_run": "yellow"}
 _SIGNS = {"min": "≥", "max": "≤", "equal": "="}
 _ON_CPU = " (on CPU)"
@@ -74,6 +77,12 @@ class Report:
         """The number of gates with `outcome`."""
         return sum(gate.outcome == outcome for gate in self.gates)
 
+    def may_replace(self, stored: Report) -> bool:
+        """True if this report failed, or ran every gate that `stored` ran: nothing that was known gets lost."""
+        ran = {(gate.name, gate.metric) for gate in self.gates if gate.outcome != "not_run"}
+        known = {(gate.name, gate.metric) for gate in stored.gates if gate.outcome != "not_run"}
+        return self.failed or known <= ran
+
     def to_json(self) -> str:
         """The report as indented JSON with a final newline; refuses NaN and infinities."""
         value = {"report_version": REPORT_VERSION, **dataclasses.asdict(self)}
@@ -95,6 +104,16 @@ class Report:
         _check_types(value)
         gates = tuple(_parse_gate(gate) for gate in value["gates"])
         return cls(**{**value, "gates": gates, "notes": tuple(value["notes"])})
+
+
+def stored_report(bundle: Bundle) -> Report | None:
+    """The report in `bundle`; None if it has none, or one of another version."""
+    if REPORT_FILE not in bundle.manifest.files:
+        return None
+    try:
+        return Report.from_json(bundle.file(REPORT_FILE).read_text("utf-8"))
+    except ReportError:
+        return None
 
 
 def exit_code(report: Report, strict: bool = False) -> int:
