@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from edge_convert.convert.gguf import unpack_gguf
 from edge_convert.convert.pipeline import convert
 from edge_convert.runtime.bundle import Bundle
 from edge_convert.validate.report import Report
@@ -94,6 +95,19 @@ def test_encoders_and_classifiers_pass_their_gates(tmp_path: Path, images: Path,
         assert agreement.value >= 0.85, judged(result.report)
         gates = tuple(gate for gate in gates if gate is not agreement)
     assert all(gate.outcome == "passed" for gate in gates), judged(result.report)
+
+
+def test_smollm2_from_safetensors_is_the_one_from_gguf(tmp_path: Path, jetson_bundles: dict[str, Path]) -> None:
+    folder = tmp_path / "SmolLM2-135M-Instruct"
+    shutil.copytree(unpack_gguf(assets.smollm2_gguf()), folder)
+    assert any(folder.glob("*.safetensors"))
+    bundle = convert(
+        str(folder), target="jetson", precision="int4", output=tmp_path / "out", validate=False
+    ).bundle.manifest
+    other = Bundle.open(jetson_bundles["smollm2"]).manifest
+    assert bundle.source.kind == "huggingface"
+    assert other.source.kind == "gguf"
+    assert bundle.files["decoder.onnx.data"].sha256 == other.files["decoder.onnx.data"].sha256
 
 
 @pytest.mark.parametrize("model", ["smollm2", "minilm", "efficientnet"])
