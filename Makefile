@@ -21,6 +21,7 @@ MODULES := -p edge_convert.runtime -p edge_convert.wrappers -p edge_convert.vali
 .PHONY: help venv demo test check clean
 
 help:
+	@echo "make venv   the environment alone (demo and test make it too)"
 	@echo "make demo   convert SmolLM2-135M to int8, validate it, and ask it a question"
 	@echo "make test   run the tests (PYTEST_ARGS='-m \"not real\"' for the quick ones)"
 	@echo "make check  ruff, mypy and the import rules"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -177,7 +179,7 @@ def validate(
     strict: bool,
     as_json: bool,
 ) -> None:
-    """Run the gates of BUNDLE again; write report.json into it unless the one there ran more gates."""
+    """Run the gates of BUNDLE again; write report.json into it unless the one there covers more of them."""
     started = time.perf_counter()
     opened = open_bundle(bundle)
     refuse_options({"calibration": "image-classification"}, opened.manifest.task)
@@ -210,7 +212,8 @@ def validate(
         print_report(report, bundle=opened, seconds=time.perf_counter() - started)
     if not replaced:
         click.echo(
-            "report.json was left as it is: it ran more gates. Give --source SOURCE to run them again.", err=True
+            "report.json was left as it is: it covers more gates than could be run here. Give --source SOURCE to run them all.",
+            err=True,
         )
     leave(report, strict=strict)
 
@@ -381,7 +384,10 @@ def _next_commands(bundle: Bundle, place: Path, report: Report | None) -> list[s
         "image-classification": "photo.jpg",
     }
     folder, wanted = shlex.quote(str(place)), bundle.profile.providers[0].name
-    first = f"Next: edge-convert run {folder} {inputs[bundle.manifest.task]}"
+    started = Path(sys.argv[0])  # the environment's program, where that is not activated
+    there = started.name == "edge-convert" and shutil.which("edge-convert") is None
+    program = shlex.quote(str(started)) if there else "edge-convert"
+    first = f"Next: {program} run {folder} {inputs[bundle.manifest.task]}"
     ran = report.environment.get("providers", []) if report else []
     if wanted in (*ran[:1], "CPUExecutionProvider"):
         return [first]

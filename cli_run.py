@@ -70,10 +70,12 @@ def _run_text(bundle: Bundle, prompts: list[str], profile: DeviceProfile | None,
             continue
         if index:
             click.echo()
-        for piece in generator.stream_chat(messages, config) if chat else generator.stream(prompt, config):
-            click.echo(piece, nl=False)
-            sys.stdout.flush()
-        click.echo()
+        try:
+            for piece in generator.stream_chat(messages, config) if chat else generator.stream(prompt, config):
+                click.echo(piece, nl=False)
+                sys.stdout.flush()
+        finally:
+            click.echo()  # also when Ctrl-C stops the answer, so that the next line begins a line
     if options["as_json"]:
         print_json(results)
 

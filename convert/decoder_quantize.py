@@ -1,149 +1,96 @@
-"""Weight-only quantisation of a decoder graph: blocks along the input dim, 8 or 4 bits, one scale a block.
+"""Weight-only quantisation of a decoder graph: every linear layer in a format of its own, the embedding in 8 bits.
 
-Linear layers become MatMulNBits. The embedding is kept in 8 bits: rows of bytes and of scales are gathered
-and multiplied with standard operators (which every runtime has), and a tied head reads the same two tables.
+Linear layers become MatMulNBits. Zero points that are no integers (`Blocks.fraction`) become further columns of
+the same matrix, which meet the sums of the blocks' inputs. Rows of the embedding's bytes and scales are
+gathered and multiplied with standard operators (which every runtime has), and a tied head reads the same two tables.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from edge_convert.convert.decoder_passes import drop_unused, find_head, new_value, replace_node
+from edge_convert.convert.weight_formats import Blocks, Bytes, Floats, WeightFormat, half_scales, pack, quantise_rows
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
 _MICROSOFT = "com.microsoft"
-_ROWS_AT_ONCE = 4096
 _INT8_ZERO = 128
-# How far an int4 block's range is drawn in; the best by squared error is taken.
-_SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)
-
-Floats = npt.NDArray[np.float32]
-Bytes = npt.NDArray[np.uint8]
+TABLE = "embedding"
 
 
 @dataclass(frozen=True, slots=True)
 class WeightPlan:
-    """Bits and block sizes: `bits` for linear layers, always 8 for the embedding and the head.
+    """The formats of a decoder's weights.
 
-    `gate_block` is for the gate and up projections, which are the largest and bear coarse blocks best.
+    `nodes` names a linear layer's formats (a node's name in the exported graph), tried in order: "grid" formats
+    give way to the next where the weights lie on none. None leaves the layer in fp32. `linear` is for the layers
+    that it does not name; `table` (always 8 bits) for the embedding and the head.
     """
 
-    bits: int
-    block: int
-    gate_block: int
-    table_block: int
+    linear: tuple[WeightFormat, ...] | None
+    table: WeightFormat
     accuracy_level: int
+    nodes: Mapping[str, tuple[WeightFormat, ...] | None] = field(default_factory=dict)
+
+    def formats(self, node: str) -> tuple[WeightFormat, ...] | None:
+        """The formats to try for the linear layer `node`."""
+        return self.nodes.get(node, self.linear)
 
 
-@dataclass(frozen=True, slots=True)
-class Blocks:
-    """Quantised (rows, columns) in MatMulNBits' layout.
-
-    `packed` uint8 (rows, blocks, block * bits / 8), `scales` float32 (rows, blocks), `zeros` uint8
-    (rows, ceil(blocks * bits / 8)) or None for the symmetric zero point 2**(bits - 1).
-    """
-
-    packed: Bytes
-    scales: Floats
-    zeros: Bytes | None
-
-
-def quantise_graph(model: ir.Model, plan: WeightPlan) -> int:
-    """Quantise every MatMul with a constant weight and the embedding in place; returns how many nodes changed."""
-    head = find_head(model)
-    changed = _quantise_tables(model, head, plan)
+def linear_layers(model: ir.Model) -> Iterator[ir.Node]:
+    """The nodes that multiply by a constant matrix and are not a head that shares the embedding."""
     for node in list(model.graph):
-        if node.op_type != "MatMul" or len(node.inputs) != 2:
+        weight = node.inputs[1] if node.op_type == "MatMul" and len(node.inputs) == 2 else None
+        if weight is not None and weight.const_value is not None and len(weight.const_value.shape) == 2:
+            yield node
+
+
+def rows_of(node: ir.Node) -> Floats:
+    """The weights of a linear layer as float32 (outputs, inputs)."""
+    weight = node.inputs[1]
+    assert weight is not None
+    assert weight.const_value is not None
+    return np.ascontiguousarray(weight.const_value.numpy().T, dtype=np.float32)
+
+
+def quantise_graph(
+    model: ir.Model, plan: WeightPlan, progress: Callable[[int], None] = lambda _: None
+) -> dict[str, WeightFormat]:
+    """Quantise in place, weight by weight; returns the format of every layer that changed (`TABLE`: the embedding).
+
+    `progress` gets the number of layers done.
+    """
+    head = find_head(model)
+    chosen = {TABLE: plan.table} if _quantise_tables(model, head, plan) else {}
+    for done, node in enumerate(linear_layers(model), start=1):
+        forms = (plan.table,) if node is head else plan.formats(str(node.name))
+        if forms is None:
             continue
-        weight = node.inputs[1]
-        if weight is None or weight.const_value is None or len(weight.const_value.shape) != 2:
-            continue
-        rows = np.ascontiguousarray(weight.const_value.numpy().T, dtype=np.float32)
-        bits, block = (8, plan.table_block) if node is head else (plan.bits, _block(node, plan))
-        replace_node(
-            model, node, _matmul(model, node, str(weight.name), quantise_rows(rows, bits, block), rows.shape, plan)
-        )
-        changed += 1
+        rows = rows_of(node)
+        form, blocks = first_that_fits(rows, forms)
+        assert node.inputs[1] is not None
+        replace_node(model, node, _matmul(model, node, str(node.inputs[1].name), blocks, rows.shape, plan))
+        chosen[str(node.name)] = form
         del rows
         drop_unused(model)
-    return changed
+        progress(done)
+    return chosen
 
 
-def _block(node: ir.Node, plan: WeightPlan) -> int:
-    name = node.name or ""
-    return plan.gate_block if "/gate_proj/" in name or "/up_proj/" in name or "/gate_up_proj/" in name else plan.block
-
-
-def quantise_rows(weights: Floats, bits: int, block: int) -> Blocks:
-    """Quantise float32 (rows, columns) in blocks of `block` columns; the last block is padded with zeros.
-
-    8 bits is symmetric (zero point 128). 4 bits has a zero point a block, and the block's range is shrunk
-    by the factor with the least squared error.
-    """
-    parts = [
-        _quantise(weights[start : start + _ROWS_AT_ONCE], bits, block)
-        for start in range(0, len(weights), _ROWS_AT_ONCE)
-    ]
-    zeros = None if bits == 8 else np.concatenate([part.zeros for part in parts if part.zeros is not None])
-    return Blocks(np.concatenate([p.packed for p in parts]), np.concatenate([p.scales for p in parts]), zeros)
-
-
-def dequantise_rows(blocks: Blocks, columns: int) -> Floats:
-    """The float32 (rows, columns) that `blocks` stands for."""
-    count = blocks.scales.shape[1]
-    if blocks.zeros is None:
-        levels = blocks.packed.astype(np.float32) - _INT8_ZERO
-    else:
-        levels = _unpack(blocks.packed).astype(np.float32)
-        levels -= _unpack(blocks.zeros)[:, :count, None].astype(np.float32)
-    values = levels * blocks.scales[:, :, None]
-    return np.ascontiguousarray(values.reshape(len(values), -1)[:, :columns])
-
-
-def _quantise(weights: Floats, bits: int, block: int) -> Blocks:
-    rows, columns = weights.shape
-    padded = np.pad(weights, ((0, 0), (0, -columns % block))) if columns % block else weights
-    grouped = np.asarray(padded, dtype=np.float32).reshape(rows, -1, block)
-    if bits == 8:
-        scales = np.abs(grouped).max(axis=2) / 127
-        safe = np.where(scales > 0, scales, 1)
-        levels = np.rint(grouped / safe[:, :, None]) + _INT8_ZERO
-        return Blocks(levels.astype(np.uint8), scales.astype(np.float32), None)
-    low, high = np.minimum(grouped.min(axis=2), 0), np.maximum(grouped.max(axis=2), 0)
-    best = np.full(low.shape, np.inf, dtype=np.float32)
-    levels = np.zeros(grouped.shape, dtype=np.uint8)
-    scales, zeros = np.ones(low.shape, dtype=np.float32), np.zeros(low.shape, dtype=np.uint8)
-    for shrink in _SHRINKS:
-        scale = (high - low) * np.float32(shrink / 15)
-        scale = np.where(scale > 0, scale, np.float32(1))
-        zero = np.clip(np.rint(-low * np.float32(shrink) / scale), 0, 15)
-        level = np.clip(np.rint(grouped / scale[:, :, None]) + zero[:, :, None], 0, 15)
-        difference = (level - zero[:, :, None]) * scale[:, :, None] - grouped
-        error = np.einsum("rbk,rbk->rb", difference, difference)
-        better = error < best
-        best = np.where(better, error, best)
-        scales, zeros = np.where(better, scale, scales), np.where(better, zero, zeros).astype(np.uint8)
-        levels[better] = level[better].astype(np.uint8)
-    return Blocks(_pack(levels), scales.astype(np.float32), _pack(zeros))
-
-
-def _pack(levels: Bytes) -> Bytes:
-    """Two 4-bit values a byte along the last axis, the first in the low half; an odd end is padded with 0."""
-    if levels.shape[-1] % 2:
-        levels = np.concatenate([levels, np.zeros((*levels.shape[:-1], 1), np.uint8)], axis=-1).astype(np.uint8)
-    packed: Bytes = levels[..., ::2] | (levels[..., 1::2] << np.uint8(4))
-    return packed
-
-
-def _unpack(packed: Bytes) -> Bytes:
-    levels: Bytes = np.stack([packed & np.uint8(15), packed >> np.uint8(4)], axis=-1).reshape(*packed.shape[:-1], -1)
-    return levels
+def first_that_fits(rows: Floats, forms: tuple[WeightFormat, ...]) -> tuple[WeightFormat, Blocks]:
+    """The first of `forms` that the weights can have, and the weights in it; the last must be one without a grid."""
+    for form in forms:
+        blocks = quantise_rows(rows, form)
+        if blocks is not None:
+            return form, blocks
+    raise ValueError(f"None of {', '.join(map(str, forms))} can hold these weights.")
 
 
 def _constant(model: ir.Model, name: str, array: npt.NDArray[np.generic]) -> ir.Value:
@@ -158,17 +105,63 @@ def _constant(model: ir.Model, name: str, array: npt.NDArray[np.generic]) -> ir.
 def _matmul(
     model: ir.Model, node: ir.Node, name: str, blocks: Blocks, shape: tuple[int, ...], plan: WeightPlan
 ) -> ir.Node:
+    """MatMulNBits over `blocks`, weights float32 `shape` (outputs, inputs), in the place of `node`."""
     import onnx_ir as ir
 
-    bits, block = (8, blocks.packed.shape[2]) if blocks.zeros is None else (4, 2 * blocks.packed.shape[2])
-    inputs = [node.inputs[0], _constant(model, f"{name}.packed", blocks.packed)]
-    inputs.append(_constant(model, f"{name}.scales", blocks.scales))
-    if blocks.zeros is not None:
-        inputs.append(_constant(model, f"{name}.zeros", blocks.zeros))
-    attributes = {"K": shape[1], "N": shape[0], "bits": bits, "block_size": block}
+    x, columns = node.inputs[0], shape[1]
+    levels, scales, zeros = blocks.levels, blocks.scales, blocks.zeros
+    if blocks.fraction is not None:
+        assert x is not None
+        x = _with_sums(model, node, x, columns, blocks)
+        columns = (levels.shape[1] + blocks.fraction.levels.shape[1]) * blocks.block
+        zeros = np.concatenate([_zeros(blocks), _zeros(blocks.fraction)], axis=1)
+        levels = np.concatenate([levels, blocks.fraction.levels], axis=1)
+        scales = np.concatenate([scales, blocks.fraction.scales], axis=1)
+    stored = Blocks(blocks.bits, levels, scales, zeros)
+    inputs = [x, _constant(model, f"{name}.packed", pack(levels, blocks.bits)), _scales(model, name, stored)]
+    if zeros is not None:
+        inputs.append(_constant(model, f"{name}.zeros", pack(zeros, blocks.bits)))
+    attributes = {"K": columns, "N": shape[0], "bits": blocks.bits, "block_size": blocks.block}
     if plan.accuracy_level:
         attributes["accuracy_level"] = plan.accuracy_level
     return ir.node("MatMulNBits", inputs, attributes, domain=_MICROSOFT, name=node.name)
+
+
+def _zeros(blocks: Blocks) -> Bytes:
+    middle = np.full(blocks.scales.shape, 1 << (blocks.bits - 1), np.uint8)
+    return middle if blocks.zeros is None else blocks.zeros
+
+
+def _with_sums(model: ir.Model, node: ir.Node, x: ir.Value, columns: int, blocks: Blocks) -> ir.Value:
+    """`x` (…, columns), filled to whole blocks, with the sum of each block behind it."""
+    import onnx_ir as ir
+
+    assert blocks.fraction is not None
+    filled = blocks.levels.shape[1] * blocks.block
+    sums = np.zeros((columns, filled - columns + blocks.fraction.levels.shape[1] * blocks.block), np.float32)
+    sums[np.arange(columns), filled - columns + np.arange(columns) // blocks.block] = 1
+    constant = _constant(model, f"/edge/block_sums_{columns}_{blocks.block}", sums)
+    summed = ir.node("MatMul", [x, constant], name=f"{node.name}/block_sums")
+    joined = ir.node("Concat", [x, summed.outputs[0]], {"axis": -1}, name=f"{node.name}/with_block_sums")
+    for made in (summed, joined):
+        made.outputs[0].name = f"{made.name}/output_0"
+        model.graph.insert_before(node, made)
+    return joined.outputs[0]
+
+
+def _scales(model: ir.Model, name: str, blocks: Blocks) -> ir.Value:
+    """The scales as float32; stored in float16 where that loses nothing, and cast (folded when it is loaded)."""
+    import onnx_ir as ir
+
+    stored = _constant(model, f"{name}.scales", half_scales(blocks))
+    if stored.dtype == ir.DataType.FLOAT:
+        return stored
+    cast = next((use.node for use in stored.uses() if use.node.op_type == "Cast"), None)
+    if cast is None:
+        cast = ir.node("Cast", [stored], {"to": int(ir.DataType.FLOAT)}, name=f"{name}.scales/Cast")
+        cast.outputs[0].name = f"{name}.scales/float32"
+        model.graph.insert_before(model.graph[0], cast)
+    return cast.outputs[0]
 
 
 def _quantise_tables(model: ir.Model, head: ir.Node, plan: WeightPlan) -> int:
@@ -179,7 +172,8 @@ def _quantise_tables(model: ir.Model, head: ir.Node, plan: WeightPlan) -> int:
         if table is None or table.const_value is None or len(table.const_value.shape) != 2:
             continue
         weights = np.asarray(table.const_value.numpy(), dtype=np.float32)
-        blocks = quantise_rows(weights, 8, plan.table_block)
+        blocks = quantise_rows(weights, plan.table)
+        assert blocks is not None
         name, shape = str(table.name), weights.shape
         del weights
         if head.op_type == "FusedMatMul" and head.inputs[1] is table:
@@ -205,15 +199,17 @@ def _lookup(model: ir.Model, node: ir.Node, name: str, blocks: Blocks, columns: 
         steps.append(made)
         return made.outputs[0]
 
-    packed = step("Gather", [_constant(model, f"{name}.packed", blocks.packed), ids], axis=0)
-    scales = step("Gather", [_constant(model, f"{name}.scales", blocks.scales), ids], axis=0)
+    packed = step("Gather", [_constant(model, f"{name}.packed", blocks.levels), ids], axis=0)
+    scales = step("Gather", [_constant(model, f"{name}.scales", half_scales(blocks)), ids], axis=0)
+    if half_scales(blocks).dtype == np.float16:
+        scales = step("Cast", [scales], to=int(ir.DataType.FLOAT))
     levels = step("Cast", [packed], to=int(ir.DataType.FLOAT))
     zero = _constant(model, "/edge/int8_zero", np.array(_INT8_ZERO, np.float32))
     centred = step("Sub", [levels, zero])
     last = _constant(model, "/edge/last_axis", np.array([-1], np.int64))
     scaled = step("Mul", [centred, step("Unsqueeze", [scales, last])])
     flat = _constant(model, "/edge/flat_row", np.array([0, 0, -1], np.int64))
-    if blocks.packed.shape[1] * blocks.packed.shape[2] == columns:
+    if blocks.levels.shape[1] * blocks.block == columns:
         step("Reshape", [scaled, flat])
     else:
         rows = step("Reshape", [scaled, flat])

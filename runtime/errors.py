@@ -116,5 +116,6 @@ class MissingExtraError(EdgeError, ImportError):
 
     def __init__(self, module: str, extra: str) -> None:
         super().__init__(
-            f"The package {module!r} is needed and not installed. Run: pip install 'edge-convert[{extra}]'"
+            f"The package {module!r} is needed and not installed. Install edge-convert with its extra [{extra}]: "
+            f"pip install '.[{extra}]' in its repository, or the wheel's path with [{extra}] behind it."
         )

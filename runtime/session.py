@@ -107,7 +107,7 @@ def _available(ort: Any, profile: DeviceProfile) -> list[tuple[str, dict[str, st
         hint = ""
         if first in _CUDA_PROVIDERS:
             hint = (
-                "Install the GPU build (pip uninstall onnxruntime; pip install 'edge-convert[gpu]'), "
+                "Install the GPU build (pip uninstall onnxruntime, then edge-convert's wheel with its extra [gpu]), "
                 "or use the target cpu."
             )
         raise ProviderUnavailableError(first, profile.name, found, hint)

@@ -291,7 +291,7 @@ def test_a_missing_package_names_the_extra(toy_bundle: Path, monkeypatch: pytest
     monkeypatch.setattr(Bundle, "open", raiser(ModuleNotFoundError("No module", name="torch.nn")))
     result = invoke("inspect", str(toy_bundle))
     assert result.exit_code == 1
-    assert "edge-convert[convert]" in result.stderr
+    assert "pip install '.[convert]'" in result.stderr
 
 
 def test_a_reader_that_closes_early_is_not_an_error() -> None:

@@ -98,7 +98,9 @@ def examine() -> Findings:
     needs = _needs(checks)
     problems = []
     if version is None:
-        problems.append("onnxruntime cannot be imported. Run: pip install 'edge-convert[cpu]' (or [gpu], never both).")
+        problems.append(
+            "onnxruntime cannot be imported. Install edge-convert with its extra [cpu] or [gpu], never both."
+        )
     elif not any(check.works for check in checks):
         problems.append("No execution provider could run a graph. Reinstall onnxruntime.")
     if len(runtimes) > 1:

@@ -49,7 +49,7 @@ def number(value: float, digits: int = 3) -> str:
         return str(value)
     size = abs(value)
     if 0.99 <= size < 1:
-        return f"{value:.{min(9, digits - 2 - math.floor(math.log10(1 - size)))}f}".rstrip("0")
+        return f"{value:.{min(9, digits - 2 - math.floor(math.log10(1 - size)))}f}".rstrip("0").rstrip(".")
     if 1 <= size < 1.1:  # ratios
         return f"{value:.{digits}f}"
     if 1 <= size < 10**digits:

@@ -113,10 +113,11 @@ def load_image(image: ImageLike) -> Image:
                 f"{Path(image).name} has too many pixels to be opened safely ({_first_line(error)}). "
                 "Give a smaller picture."
             ) from error
-        except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
+        except UnidentifiedImageError as error:
+            raise InputError(f"{image} is not an image. Give a PNG, JPEG, BMP or WebP file.") from error
+        except (OSError, SyntaxError, ValueError) as error:
             raise InputError(
-                f"{Path(image).name} cannot be read as an image ({type(error).__name__}: {_first_line(error)}). "
-                "Give a PNG, JPEG, BMP or WebP file."
+                f"{image} cannot be read as an image ({_first_line(error)}). Give a PNG, JPEG, BMP or WebP file."
             ) from error
     if not isinstance(image, PIL.Image.Image):
         raise InputError(f"An image must be a path, an array or a PIL image; found {type(image).__name__}.")

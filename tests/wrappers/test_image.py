@@ -70,7 +70,7 @@ def test_a_path_a_picture_and_an_array_are_the_same(tmp_path):
 
 def test_what_is_no_image_is_refused_with_its_name(tmp_path):
     (tmp_path / "a.png").write_bytes(b"not a picture")
-    with pytest.raises(InputError, match=r"a\.png cannot be read as an image"):
+    with pytest.raises(InputError, match=r"a\.png is not an image"):
         load_image(tmp_path / "a.png")
     with pytest.raises(InputError, match=r"gone\.png"):
         load_image(tmp_path / "gone.png")
