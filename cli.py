@@ -29,7 +29,7 @@ from edge_convert.console import (
     work,
 )
 from edge_convert.runtime.errors import UnknownNameError, UsageError
-from edge_convert.runtime.manifest import PRECISIONS, TASKS
+from edge_convert.runtime.manifest import AUTO, REQUESTS, TASKS
 
 if TYPE_CHECKING:
     from edge_convert.runtime.bundle import Bundle
@@ -42,11 +42,9 @@ def _task_name(_ctx: click.Context, _parameter: click.Parameter, value: str | No
     return value
 
 
-def _precision_name(_ctx: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
-    if value in (None, "auto"):
-        return None
-    if value not in PRECISIONS:
-        raise UnknownNameError("precision", str(value), ("auto", *PRECISIONS))
+def _precision_name(_ctx: click.Context, _parameter: click.Parameter, value: str) -> str:
+    if value not in REQUESTS:
+        raise UnknownNameError("precision", value, REQUESTS)
     return value
 
 
@@ -88,10 +86,10 @@ def main() -> None:
 )
 @click.option(
     "--precision",
-    metavar="|".join(("auto", *PRECISIONS)),
+    metavar="|".join(REQUESTS),
     callback=_precision_name,
-    default="auto",
-    help="Number format of the weights; auto is int8.  [default: auto]",
+    default=AUTO,
+    help="Number format of the weights; auto: the cheapest that passes the target's gates.  [default: auto]",
 )
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Bundle folder.  [default: ./NAME-TARGET]")
 @click.option("--force", is_flag=True, help="Replace the output folder if it exists.")
@@ -111,7 +109,7 @@ def model(
     source: str,
     target: str,
     task: str | None,
-    precision: str | None,
+    precision: str,
     output: Path | None,
     force: bool,
     context_tokens: int | None,
@@ -294,9 +292,14 @@ def run(bundle: Path, inputs: tuple[str, ...], **options: Any) -> None:
 def inspect(bundle: Path, as_json: bool) -> None:
     """Show what is inside BUNDLE: graphs, weights, files, processing, provenance."""
     from edge_convert.validate import inspect as inspection
+    from edge_convert.validate import quantisation_view
 
-    description = inspection.describe(open_bundle(bundle))
-    print_json(description) if as_json else print_tables(inspection.tables(description))
+    opened = open_bundle(bundle)
+    description = inspection.describe(opened)
+    if as_json:
+        print_json(description)
+    else:
+        print_tables([*inspection.tables(description), *quantisation_view.tables(opened.manifest)])
 
 
 @main.command(short_help="Check a bundle on the device itself.")

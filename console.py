@@ -201,11 +201,19 @@ def print_report(report: Report, *, bundle: Bundle, seconds: float) -> None:
     """The gates, the measurements and the verdict of a report on stdout."""
     from rich.text import Text
 
+    from edge_convert.validate import quantisation_view
     from edge_convert.validate.report import report_table, verdict
 
     size_bytes = sum(spec.size for spec in bundle.manifest.files.values())
     notes = [Text(note, style="dim") for note in report.notes]
-    print_tables([*report_table(report), *notes, verdict(report, size_bytes=size_bytes, seconds=seconds)])
+    print_tables(
+        [
+            *report_table(report),
+            *quantisation_view.tables(bundle.manifest),
+            *notes,
+            verdict(report, size_bytes=size_bytes, seconds=seconds),
+        ]
+    )
 
 
 def print_tables(tables: Sequence[RenderableType]) -> None:

@@ -19,17 +19,16 @@ from edge_convert.convert.calibration import judging_images
 from edge_convert.convert.export_cache import cached_export
 from edge_convert.convert.recipe import Exported, Progress, Recipe, Request, find_recipe
 from edge_convert.convert.source import Source, detect_task, open_source
-from edge_convert.convert.stamp import read_back, stamp
+from edge_convert.convert.stamp import check_finite, read_back, stamp
 from edge_convert.runtime.bundle import Bundle, collect_files, staged, write_manifest
 from edge_convert.runtime.device import DeviceProfile, load_profile
 from edge_convert.runtime.errors import ExportError, MissingExtraError, UnknownNameError, UsageError
-from edge_convert.runtime.manifest import PRECISIONS, Manifest, SourceSpec
+from edge_convert.runtime.manifest import AUTO, REQUESTS, Manifest, SourceSpec
 from edge_convert.validate.report import REPORT_FILE, Report
 from edge_convert.validate.runner import Reference
 
 log = logging.getLogger(__name__)
 
-DEFAULT_PRECISION = "int8"
 _FEW_IMAGES = 20
 _TOOLS = ("edge-convert", "torch", "transformers", "onnx", "onnxruntime", "onnxruntime-genai")
 
@@ -48,7 +47,7 @@ def convert(
     target: str,
     output: Path,
     task: str | None = None,
-    precision: str | None = None,
+    precision: str = AUTO,
     force: bool = False,
     context_tokens: int | None = None,
     calibration: Path | None = None,
@@ -61,16 +60,15 @@ def convert(
     Nothing is left at `output` unless the whole bundle is.
     """
     profile = load_profile(target, targets_file)
-    precision = precision or DEFAULT_PRECISION
-    if precision not in PRECISIONS:
-        raise UnknownNameError("precision", precision, PRECISIONS)
+    if precision not in REQUESTS:
+        raise UnknownNameError("precision", precision, REQUESTS)
     if context_tokens is not None and context_tokens < 1:
         raise UsageError(f"--context must be at least 1; found {context_tokens}.")
     _require_host_packages()
     progress("checking the source")
     source = open_source(source_text)
     recipe = find_recipe(task or detect_task(source), source.kind)
-    if precision not in recipe.precisions:
+    if precision not in (AUTO, *recipe.precisions):
         raise UsageError(
             f"{recipe.task} models are not converted to {precision}; choose one of: {', '.join(recipe.precisions)}."
         )
@@ -105,15 +103,24 @@ def _build(
     with tempfile.TemporaryDirectory(prefix=".edge-convert-", dir=folder.parent) as work:
         request.progress("exporting the graph")
         graphs = cached_export(request, recipe, _subfolder(work, "export"))
-        request.progress(f"writing {request.precision}")
-        graphs = recipe.quantise(request, graphs, _subfolder(work, "quantise"))
+        for graph in graphs.values():
+            check_finite(graph.path, request.source.name)
+        if request.precision == AUTO:
+            request.progress("loading the original")
+            reference = recipe.reference(request)
+            found = recipe.search(request, graphs, reference, Path(work) / "quantise")
+            graphs, record = found.graphs, found.record
+        else:
+            request.progress(f"writing {request.precision}")
+            graphs, record = recipe.quantise(request, graphs, _subfolder(work, "quantise")), {}
         request.progress(f"stamping for {request.profile.name}")
         graphs = {role: _move(graph, folder) for role, graph in graphs.items()}
     for graph in graphs.values():
         stamp(graph.path, request.profile)
     processing = recipe.package(request, folder)
-    request.progress("loading the original")
-    reference = recipe.reference(request)
+    if request.precision != AUTO:
+        request.progress("loading the original")
+        reference = recipe.reference(request)
     images = judging_images(request.calibration) if recipe.task == "image-classification" else []
     request.progress("writing golden data")
     write_golden(folder, recipe.task, reference, images=images)
@@ -128,6 +135,7 @@ def _build(
         tools=_tool_versions(_TOOLS),
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         warnings=warnings,
+        quantisation=record,
     )
     _check_caps(manifest, request.profile)
     write_manifest(folder, manifest)
@@ -148,7 +156,7 @@ def _build(
 def _warnings(request: Request) -> tuple[str, ...]:
     """What the user should know before shipping; kept in the manifest."""
     profile, precision = request.profile, request.precision
-    if precision in profile.native_precisions:
+    if precision in (AUTO, *profile.native_precisions):
         return ()
     text = (
         f"{profile.providers[0].name} on {profile.name} does not run {precision} natively "

@@ -41,6 +41,14 @@ class Exported:
     cache: CacheSpec | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a search over precisions chose: the graphs, and its record for the manifest (plain JSON values)."""
+
+    graphs: dict[str, Exported]
+    record: dict[str, Any]
+
+
 def nothing_to_check(_: Request, /) -> tuple[str, ...]:
     """No warnings."""
     return ()
@@ -51,7 +59,8 @@ class Recipe:
     """The stages of one task; each is a function from values to values.
 
     `export` writes graphs by role into a folder, `quantise` writes them at the asked precision into
-    another, `package` writes what the wrapper needs and returns `Manifest.processing`, `reference`
+    another, `search` does the same at the cheapest precision whose accuracy is within the target's bounds
+    (measured against the original on calibration inputs), `package` writes what the wrapper needs and returns `Manifest.processing`, `reference`
     loads the original in fp32. `check` runs before any of them: it raises for what the user has to change
     and returns warnings, for example of what had to be assumed about the source.
     """
@@ -60,6 +69,7 @@ class Recipe:
     precisions: tuple[str, ...]
     export: Callable[[Request, Path], dict[str, Exported]]
     quantise: Callable[[Request, dict[str, Exported], Path], dict[str, Exported]]
+    search: Callable[[Request, dict[str, Exported], Reference, Path], Found]
     package: Callable[[Request, Path], dict[str, Any]]
     reference: Callable[[Request], Reference]
     check: Callable[[Request], tuple[str, ...]] = nothing_to_check

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from edge_convert.runtime.errors import DeviceError, UnknownNameError
-from edge_convert.runtime.manifest import PRECISIONS, TASKS
+from edge_convert.runtime.manifest import PRECISIONS, REQUESTS, TASKS
 
 DEVICES_FILE = Path(__file__).resolve().parents[1] / "devices.yaml"
 CPU_PROVIDER = "CPUExecutionProvider"
@@ -159,7 +159,7 @@ def _gates(value: Any, where: str) -> Gates:
     gates: Gates = {}
     for task, by_precision in _mapping(value, where, set(), set(TASKS)).items():
         gates[task] = {}
-        for precision, bounds in _mapping(by_precision, f"{where}, {task}", set(), set(PRECISIONS)).items():
+        for precision, bounds in _mapping(by_precision, f"{where}, {task}", set(), set(REQUESTS)).items():
             place = f"{where}, {task}, {precision}"
             gates[task][precision] = {}
             for bound, number in _mapping(bounds, place).items():

@@ -16,9 +16,11 @@ from typing import Any
 from edge_convert.runtime.errors import ManifestError, shown
 from edge_convert.runtime.strict import check_range, load_json, parse
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 TASKS = ("text-generation", "feature-extraction", "image-classification")
 PRECISIONS = ("fp32", "fp16", "int8", "int4")
+AUTO = "auto"  # the precision of each weight was chosen by measurement
+REQUESTS = (AUTO, *PRECISIONS)
 DTYPES = (
     "float32", "float16", "bfloat16", "float64", "int8", "uint8", "int16", "uint16",
     "int32", "uint32", "int64", "uint64", "bool", "int4", "uint4", "string",
@@ -79,7 +81,10 @@ class CacheSpec:
 
 @dataclass(frozen=True, slots=True)
 class GraphSpec:
-    """One ONNX file and what was read back from it after writing."""
+    """One ONNX file and what was read back from it after writing.
+
+    `formats` says for each node with a large weight how that is stored, by the node's name.
+    """
 
     file: str
     inputs: tuple[TensorSpec, ...]
@@ -89,6 +94,7 @@ class GraphSpec:
     node_counts: dict[str, int]
     initializer_bytes: dict[str, int]
     cache: CacheSpec | None = None
+    formats: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +125,8 @@ class Manifest:
     """Everything a device needs to know of a bundle.
 
     `processing` holds the wrapper's settings (per task, see docs/bundle_format.md); `files` has every
-    file of the bundle but the manifest itself, by relative POSIX name.
+    file of the bundle but the manifest itself, by relative POSIX name. `quantisation` is the record of a
+    search: what was chosen, and what was tried and why it was refused.
     """
 
     task: str
@@ -132,6 +139,7 @@ class Manifest:
     tools: dict[str, str]
     created: str
     warnings: tuple[str, ...] = ()
+    quantisation: dict[str, Any] = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
     extra: dict[str, Any] = field(default_factory=dict)
 
@@ -139,9 +147,9 @@ class Manifest:
         _check_version(self.schema_version)
         if self.task not in TASKS:
             raise ManifestError(f"The manifest has the unknown task {shown(self.task)}; known: {', '.join(TASKS)}.")
-        if self.precision not in PRECISIONS:
+        if self.precision not in REQUESTS:
             raise ManifestError(
-                f"The manifest has the unknown precision {shown(self.precision)}; known: {', '.join(PRECISIONS)}."
+                f"The manifest has the unknown precision {shown(self.precision)}; known: {', '.join(REQUESTS)}."
             )
         for name in self.files:
             check_file_name(name)

@@ -119,7 +119,9 @@ def test_model_default_output_and_auto_precision(converted: SimpleNamespace) -> 
     result = invoke("model", "org/m", "--target", "jetson", "--precision", "auto")
     assert result.exit_code == 0
     assert converted.seen["output"] == Path("m-jetson-orin-nano-8gb-jp6")
-    assert converted.seen["precision"] is None
+    assert converted.seen["precision"] == "auto"
+    assert invoke("model", "org/m", "--target", "jetson", "--output", "b").exit_code == 0
+    assert converted.seen["precision"] == "auto"
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def bounds(heading: str) -> dict[tuple[str, str, str], dict[str, float]]:
     return {
         (task, metric, {"≤": "max", "≥": "min"}[sign]): {
             precision: float(cell)
-            for precision, cell in zip(("fp32", "fp16", "int8", "int4"), cells.split("|"), strict=True)
+            for precision, cell in zip(("auto", "fp32", "fp16", "int8", "int4"), cells.split("|"), strict=True)
             if cell.strip()
         }
         for task, metric, sign, cells in rows

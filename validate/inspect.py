@@ -37,6 +37,7 @@ def describe(bundle: Bundle) -> dict[str, Any]:
             for name, spec in sorted(manifest.files.items(), key=lambda item: -item[1].size)
         },
         "processing": manifest.processing,
+        "quantisation": manifest.quantisation,
         "tools": manifest.tools,
         "warnings": list(manifest.warnings),
         "extra": manifest.extra,

@@ -16,8 +16,9 @@ from edge_convert.validate.texts import load_texts, long_texts
 
 # Dynamic int8 takes one activation scale for the whole batch, so a neighbour moves a text's vector;
 # fp32 and fp16 may only differ by summation order and rounding.
-SAME_RESULT_COSINE = {"fp32": 0.99999, "fp16": 0.9995, "int8": 0.98, "int4": 0.95}
-_SAME_REASON = {"int8": "dynamic int8 has one activation scale for the whole batch"}
+SAME_RESULT_COSINE = {"auto": 0.98, "fp32": 0.99999, "fp16": 0.9995, "int8": 0.98, "int4": 0.95}
+_ONE_SCALE = "dynamic int8 has one activation scale for the whole batch"
+_SAME_REASON = {"auto": _ONE_SCALE, "int8": _ONE_SCALE}
 
 
 class EmbedderLike(Protocol):

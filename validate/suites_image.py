@@ -22,7 +22,7 @@ MAX_IMAGES = 32
 BATCH = 8
 NO_IMAGES = "no images were given (--calibration DIR)"
 # Largest change of any class's probability when a frame runs in a batch instead of alone.
-SAME_RESULT_PROBABILITY = {"fp32": 1e-4, "fp16": 0.01, "int8": 0.05, "int4": 0.05}
+SAME_RESULT_PROBABILITY = {"auto": 0.05, "fp32": 1e-4, "fp16": 0.01, "int8": 0.05, "int4": 0.05}
 
 Frames = npt.NDArray[np.uint8]
 

@@ -6,6 +6,7 @@ import inspect
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from edge_convert.convert.interrupt import raise_if_disk_full, raise_if_interrupted
 from edge_convert.convert.quantize import quantise_dynamic, rename_output, to_float16
 from edge_convert.convert.recipe import Exported, Recipe, Request
+from edge_convert.convert.recipes.ladder import search_encoder
 from edge_convert.convert.source import read_json, read_object
 from edge_convert.convert.weights import first_line, load_whole
 from edge_convert.runtime.errors import ExportError, SourceError, UnsupportedModelError
@@ -314,6 +316,7 @@ RECIPE = Recipe(
     precisions=("fp32", "fp16", "int8"),
     export=export,
     quantise=quantise,
+    search=partial(search_encoder, quantise=quantise),
     package=package,
     reference=reference,
 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from edge_convert.convert.calibration import calibration_images
 from edge_convert.convert.interrupt import raise_if_disk_full, raise_if_interrupted
 from edge_convert.convert.quantize import Feed, fold_constants, quantise_static, to_float16
 from edge_convert.convert.recipe import Exported, Recipe, Request
+from edge_convert.convert.recipes.ladder import search_classifier
 from edge_convert.convert.source import load_factory
 from edge_convert.runtime.errors import ConversionError, ExportError, InputError, ManifestError, UnsupportedModelError
 from edge_convert.wrappers.image import ImageSettings, load_image, preprocess
@@ -246,6 +248,7 @@ RECIPE = Recipe(
     precisions=("fp32", "fp16", "int8"),
     export=export,
     quantise=quantise,
+    search=partial(search_classifier, quantise=quantise),
     package=package,
     reference=reference,
     check=check,

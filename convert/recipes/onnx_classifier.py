@@ -6,6 +6,7 @@ preprocessor_config.json beside the file says how frames are prepared; labels.tx
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from edge_convert.convert.onnx_graph import (
 from edge_convert.convert.quantize import quantise_static, to_float16
 from edge_convert.convert.recipe import Exported, Recipe, Request
 from edge_convert.convert.recipes import image_classification
+from edge_convert.convert.recipes.ladder import search_classifier
 from edge_convert.convert.recipes.onnx_file import PRECISIONS, check_batch, check_precision, free_batch, source_path
 from edge_convert.convert.recipes.onnx_preprocessing import FramePreparation, read_labels, read_preparation
 from edge_convert.runtime.errors import UnsupportedModelError
@@ -199,6 +201,7 @@ IMAGE_CLASSIFICATION = Recipe(
     precisions=PRECISIONS,
     export=export_classifier,
     quantise=quantise_classifier,
+    search=partial(search_classifier, quantise=quantise_classifier),
     package=package_classifier,
     reference=classifier_reference,
     check=check,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from edge_convert.convert.onnx_graph import INNER, Original, load_graph, opset_o
 from edge_convert.convert.recipe import Exported, Recipe, Request
 from edge_convert.convert.recipes import feature_extraction
 from edge_convert.convert.recipes.feature_extraction import EncoderLayout
+from edge_convert.convert.recipes.ladder import search_encoder
 from edge_convert.convert.recipes.onnx_file import PRECISIONS, check_batch, check_precision, free_batch, source_path
 from edge_convert.convert.source import read_object
 from edge_convert.runtime.errors import SourceError, UnsupportedModelError
@@ -269,6 +271,7 @@ FEATURE_EXTRACTION = Recipe(
     precisions=PRECISIONS,
     export=export_encoder,
     quantise=feature_extraction.quantise,
+    search=partial(search_encoder, quantise=feature_extraction.quantise),
     package=package_encoder,
     reference=encoder_reference,
     check=check,

@@ -5,40 +5,33 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from edge_convert.convert import decoder_passes as passes
+from edge_convert.convert.calibration_texts import calibration_texts
 from edge_convert.convert.decoder_export import GRAPH_FILE, DecoderExporter, GenaiExporter
-from edge_convert.convert.decoder_quantize import WeightPlan, halve_weights, linear_layers, quantise_graph
+from edge_convert.convert.decoder_quantize import halve_weights, quantise_graph, uniform_plan
+from edge_convert.convert.decoder_search import Judge, search_decoder
 from edge_convert.convert.gguf import unpack_gguf
 from edge_convert.convert.interrupt import raise_if_interrupted
-from edge_convert.convert.recipe import Exported, Recipe, Request
+from edge_convert.convert.recipe import Exported, Found, Recipe, Request
+from edge_convert.convert.search import Build, Graphs, Search, open_journal
 from edge_convert.convert.source import Source
-from edge_convert.convert.weight_formats import WeightFormat
 from edge_convert.convert.weights import check_whole, first_line, load_whole
-from edge_convert.runtime.errors import ExportError, InputError, UnsupportedModelError
-from edge_convert.runtime.manifest import CacheSpec
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
+from edge_convert.runtime.errors import ConversionError, ExportError, InputError, UnsupportedModelError
+from edge_convert.runtime.manifest import AUTO, CacheSpec
+from edge_convert.validate.runner import DecoderReference, Reference
 
 log = logging.getLogger(__name__)
 
 EXPORTER: DecoderExporter = GenaiExporter()
 PRECISIONS = ("fp32", "fp16", "int8", "int4")
-# Formats of the linear layers, and of the gate and up projections: the grid that the weights already lie on, else
-# blocks with which 135 M parameters stay below 100 MB in int4.
-_GRID = WeightFormat(4, 32, "grid")
-_FORMATS = {
-    "int8": ((WeightFormat(8, 32),), (WeightFormat(8, 32),)),
-    "int4": ((_GRID, WeightFormat(4, 32, "shrink")), (_GRID, WeightFormat(4, 64, "shrink"))),
-}
-_TABLES = {"int8": WeightFormat(8, 32), "int4": WeightFormat(8, 64)}
-_GATES = ("/gate_proj/", "/up_proj/", "/gate_up_proj/")  # the largest layers, which bear coarse blocks best
+SEARCH_TEXTS, SEARCH_TOKENS = 6, 96
 _CUDA = "CUDAExecutionProvider"
 _TOKENIZER, _TEMPLATE = "tokenizer.json", "chat_template.jinja"
 
@@ -100,7 +93,7 @@ def quantise(request: Request, graphs: dict[str, Exported], folder: Path) -> dic
         log.warning("On the CPU fp16 weights are kept in half the size and computed in fp32: smaller, not faster.")
         changed = halve_weights(model)
     else:
-        changed = len(quantise_graph(model, _plan(request, model)))
+        changed = len(quantise_graph(model, uniform_plan(request.precision, model, request.profile.accuracy_level)))
     if not changed:
         raise ExportError(f"No weight of {request.source.name} could be written as {request.precision}; use fp32.")
     path = folder / GRAPH_FILE
@@ -108,11 +101,37 @@ def quantise(request: Request, graphs: dict[str, Exported], folder: Path) -> dic
     return {"decoder": Exported(path, source.cache)}
 
 
-def _plan(request: Request, model: ir.Model) -> WeightPlan:
-    linear, gates = _FORMATS[request.precision]
-    names = [str(node.name) for node in linear_layers(model)]
-    nodes = {name: gates for name in names if any(part in name for part in _GATES)}
-    return WeightPlan(linear, _TABLES[request.precision], request.profile.accuracy_level, nodes)
+def search(request: Request, graphs: dict[str, Exported], reference: Reference, folder: Path) -> Found:
+    """The cheapest of int4, int4 with int8 layers, int8, and what is wider, that is within the target's bounds."""
+    original = cast("DecoderReference", reference)
+    texts = calibration_texts(request.calibration)
+    ids = [np.asarray(original.tokenize(text)[:SEARCH_TOKENS], dtype=np.int64) for text in texts]
+    longest = sorted((item for item in ids if len(item) > 1), key=len, reverse=True)[:SEARCH_TEXTS]
+    if not longest:
+        raise ConversionError("No calibration text gave two tokens or more. Pass --calibration DIR with longer texts.")
+    journal = open_journal(request, RECIPE.task, [item.tolist() for item in longest])
+    state = Search(request.profile.gate_bounds(RECIPE.task, AUTO), folder, journal, request.progress)
+    judge = Judge(longest, [np.asarray(original.logits(item), np.float32) for item in longest])
+    best = search_decoder(state, graphs["decoder"], judge, accuracy_level=request.profile.accuracy_level)
+    for precision in ("fp16", "fp32"):
+        if best.refused and precision in (*request.profile.native_precisions, "fp32"):
+            best = state.attempt(precision, _wide(replace(request, precision=precision), graphs), judge.measure)
+    return state.found()
+
+
+def _wide(request: Request, graphs: dict[str, Exported]) -> Build:
+    """How to write the graph in fp16 or fp32 into a folder; an fp16 graph for CUDA is exported as one."""
+
+    def build(folder: Path) -> Graphs:
+        if request.precision == "fp16" and _on_cuda(request):
+            return export(request, folder)
+        if request.precision == "fp32":
+            model = passes.load_graph(graphs["decoder"].path)
+            passes.save_graph(model, folder / GRAPH_FILE)
+            return {"decoder": replace(graphs["decoder"], path=folder / GRAPH_FILE)}
+        return quantise(request, graphs, folder)
+
+    return build
 
 
 def package(request: Request, folder: Path) -> dict[str, Any]:
@@ -224,7 +243,7 @@ class TorchDecoderReference:
         import torch
         from transformers import AutoModelForCausalLM
 
-        self.name = f"{name} (transformers, fp32)"
+        self.name = name
         self._model = load_whole(AutoModelForCausalLM, checkpoint, name, dtype=torch.float32).eval()
         self._tokenizer = _tokenizer(checkpoint)
 
@@ -260,6 +279,7 @@ RECIPE = Recipe(
     precisions=PRECISIONS,
     export=export,
     quantise=quantise,
+    search=search,
     package=package,
     reference=reference,
 )

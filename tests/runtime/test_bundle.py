@@ -414,8 +414,8 @@ def test_force_never_replaces_a_bundle_with_files_of_somebody_else(folder: Path,
 
 
 def test_force_never_replaces_a_bundle_of_a_newer_version(folder: Path) -> None:
-    rewrite(folder, lambda content: content.update(schema_version=2, invented_later=True))
-    refused(folder, "schema version 2.*Install the matching version")
+    rewrite(folder, lambda content: content.update(schema_version=3, invented_later=True))
+    refused(folder, "schema version 3.*Install the matching version")
 
 
 def test_force_never_replaces_a_folder_with_links(folder: Path, tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_text_beyond_ascii_survives() -> None:
         (["source", "path"], "/home", "unknown key 'path'"),
         (["task"], "chess", "unknown task 'chess'"),
         (["precision"], "fp8", "unknown precision 'fp8'"),
-        (["schema_version"], 2, "schema version 2"),
+        (["schema_version"], 1, "schema version 1"),
         (["target"], 5, "manifest.target"),
         (["warnings"], "text", "manifest.warnings"),
         (["warnings"], [1], r"warnings\[0\]"),

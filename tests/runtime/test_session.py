@@ -170,7 +170,7 @@ def test_without_onnxruntime_the_extra_is_named(graph: Path, monkeypatch: pytest
     import sys
 
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    with pytest.raises(MissingExtraError, match=r"edge-convert\[cpu\]"):
+    with pytest.raises(MissingExtraError, match=r"extra \[cpu\]"):
         Session(graph, SPEC, CPU)
 
 

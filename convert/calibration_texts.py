@@ -1,0 +1,49 @@
+"""The texts that quantisation is measured on: the user's, or those that come with the package.
+
+They never judge a bundle: validation has texts of its own (`validate/texts.txt`).
+"""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+
+from edge_convert.runtime.errors import ConversionError
+
+SUFFIX = ".txt"
+MIN_TEXTS = 8
+_SHORTEST = 20  # characters; shorter lines say little about a model
+
+
+def calibration_texts(folder: Path | None) -> list[str]:
+    r"""One text a line (`\n` and `\t` stand for a newline and a tab), of every .txt file in `folder` by name.
+
+    None: the package's own. Raises ConversionError if the folder is none, holds too few texts or a broken file.
+    """
+    if folder is None:
+        raw = resources.files("edge_convert.convert").joinpath("calibration.txt").read_text(encoding="utf-8")
+        return _texts(raw)
+    if not folder.is_dir():
+        raise ConversionError(
+            f"The calibration folder {folder} does not exist. Pass --calibration DIR with .txt files."
+        )
+    texts: list[str] = []
+    for path in sorted(folder.glob(f"*{SUFFIX}")):
+        try:
+            texts += _texts(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+            raise ConversionError(
+                f"The calibration file {path.name} cannot be read: {reason}. Remove or replace it."
+            ) from error
+    if len(texts) < MIN_TEXTS:
+        raise ConversionError(
+            f"The calibration folder {folder} has {len(texts)} texts of {_SHORTEST} characters or more in its *{SUFFIX} "
+            f"files (one a line), and at least {MIN_TEXTS} are needed. Add texts like those the model will see."
+        )
+    return texts
+
+
+def _texts(raw: str) -> list[str]:
+    lines = [line.replace("\\n", "\n").replace("\\t", "\t").strip() for line in raw.splitlines()]
+    return [line for line in lines if len(line) >= _SHORTEST]

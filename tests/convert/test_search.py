@@ -1,0 +1,211 @@
+"""`--precision auto`: the search itself, and what it decides for decoders with planted faults."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+from decoders import SIZES, request_for, save_model
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
+
+from edge_convert.convert.calibration_texts import calibration_texts
+from edge_convert.convert.pipeline import convert
+from edge_convert.convert.recipe import Exported, Found, Request
+from edge_convert.convert.recipes.text_generation import RECIPE
+from edge_convert.convert.search import Graphs, Journal, Search, drawn_in, excess, refusal
+from edge_convert.convert.stamp import read_back
+from edge_convert.runtime.bundle import Bundle
+from edge_convert.runtime.errors import ConversionError, SourceError
+from edge_convert.validate.quantisation_view import tables
+from edge_convert.validate.texts import load_texts
+
+BOUNDS = {"kl_mean_max": 0.05, "top1_agreement_min": 0.9}
+
+
+class Candidates:
+    """Builds files of a given size and measures a given divergence, and counts how often each was built."""
+
+    def __init__(self, search: Search) -> None:
+        self.search = search
+        self.built: list[str] = []
+
+    def attempt(self, name: str, size: int, kl: float) -> bool:
+        def build(folder: Path) -> Graphs:
+            self.built.append(name)
+            (folder / "g.onnx").write_bytes(bytes(size))
+            return {"decoder": Exported(folder / "g.onnx")}
+
+        return not self.search.attempt(name, build, lambda _: {"kl_mean": kl}).refused
+
+
+def a_search(tmp_path: Path, journal: Journal | None = None) -> Candidates:
+    return Candidates(Search(BOUNDS, tmp_path / "work", journal or Journal(None), lambda _: None))
+
+
+def test_bounds_are_drawn_in_towards_a_perfect_value() -> None:
+    assert drawn_in("kl_mean_max", 0.05) == pytest.approx(0.04)
+    assert drawn_in("perplexity_ratio_max", 1.05) == pytest.approx(1.04)
+    assert drawn_in("top1_agreement_min", 0.9) == pytest.approx(0.92)
+    assert refusal({"kl_mean": 0.039}, BOUNDS) == ""
+    assert refusal({"kl_mean": 0.041}, BOUNDS) == "kl_mean 0.041, at most 0.04 is needed"
+    assert refusal({"kl_mean": float("nan")}, BOUNDS)
+    assert excess({"kl_mean": 0.1, "top1_agreement": 0.95}, BOUNDS) == pytest.approx(2)
+
+
+def test_the_smallest_within_the_bounds_is_found(tmp_path: Path) -> None:
+    candidates = a_search(tmp_path)
+    assert not candidates.attempt("int4", 10, 0.3)
+    assert candidates.attempt("int8", 20, 0.001)
+    assert candidates.attempt("mixed", 15, 0.03)
+    found = candidates.search.found()
+    assert found.record["chosen"] == "mixed"
+    assert found.graphs["decoder"].path.stat().st_size == 15
+    assert [trial["name"] for trial in found.record["tried"]] == ["int4", "int8", "mixed"]
+    assert "0.04 is needed" in found.record["tried"][0]["refused"]
+    assert candidates.built == ["int4", "int8", "mixed"]  # the last one built is not built again
+
+
+def test_the_least_bad_is_kept_where_nothing_passes(tmp_path: Path) -> None:
+    candidates = a_search(tmp_path)
+    candidates.attempt("int4", 10, 0.3)
+    candidates.attempt("int8", 20, 0.07)
+    candidates.attempt("fp32", 80, 0.2)
+    found = candidates.search.found()
+    assert found.record["chosen"] == "int8"
+    assert candidates.built == ["int4", "int8", "fp32", "int8"]
+
+
+def test_a_search_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
+    path = tmp_path / "searches" / "one.jsonl"
+    first = a_search(tmp_path, Journal(path))
+    first.attempt("int4", 10, 0.3)
+    with path.open("a") as file:
+        file.write('["trial int8", {"na')  # what an interrupt leaves
+    again = a_search(tmp_path, Journal(path))
+    assert not again.attempt("int4", 10, 0.3)
+    assert again.attempt("int8", 20, 0.001)
+    assert again.built == ["int8"]
+    assert again.search.tried[0].bytes == 10
+
+
+PLANTED = "/model/layers.1/mlp/down_proj/MatMul"
+
+
+def save_llama(folder: Path, *, outlier: float = 1.0) -> Path:
+    """A random model; one input channel in each block of the second layer's `down_proj` is `outlier` times the others.
+
+    Its input is made as much smaller, so the layer computes what it would without; it weighs more than the others.
+    """
+    sizes = {**SIZES, "num_hidden_layers": 3, "hidden_size": 256, "intermediate_size": 512}
+    save_model(folder, LlamaConfig(**sizes, tie_word_embeddings=True), scale=0.05)
+    path = next(folder.glob("*.safetensors"))
+    weights = load_file(path)
+    weights["model.layers.1.mlp.down_proj.weight"][:, 3::32] *= outlier
+    weights["model.layers.1.mlp.up_proj.weight"][3::32] /= outlier
+    weights["model.layers.1.mlp.down_proj.weight"] *= 8
+    save_file(weights, path, metadata={"format": "pt"})
+    return folder
+
+
+def decide(folder: Path, tmp_path: Path, **bounds: float) -> tuple[Found, dict[str, str]]:
+    """What auto decides for the model in `folder`, and the formats that were really written."""
+    request: Request = request_for(folder, "auto")
+    gates = {"text-generation": {"auto": bounds}}
+    request = dataclasses.replace(request, profile=dataclasses.replace(request.profile, gates=gates))
+    export = tmp_path / "export"
+    export.mkdir()
+    graphs = RECIPE.export(request, export)
+    found = RECIPE.search(request, graphs, RECIPE.reference(request), tmp_path / "work")
+    graph = found.graphs["decoder"]
+    return found, read_back(graph.path, graph.cache).formats
+
+
+def layers(formats: dict[str, str], kind: str) -> set[str]:
+    return {
+        name.removesuffix("/MatMul") for name, form in formats.items() if form.startswith(kind) and "/layers" in name
+    }
+
+
+def test_all_int4_is_taken_where_it_passes(tmp_path: Path) -> None:
+    found, formats = decide(save_llama(tmp_path / "m"), tmp_path, kl_mean_max=1.0)
+    assert found.record["chosen"] == "int4"
+    assert len(layers(formats, "int4")) == 12
+    assert not layers(formats, "int8")
+
+
+def test_a_layer_that_int4_ruins_goes_back_to_int8(tmp_path: Path) -> None:
+    found, formats = decide(save_llama(tmp_path / "m", outlier=60), tmp_path, kl_mean_max=0.0125)
+    assert [trial["name"] for trial in found.record["tried"]][:3] == ["int4", "int4, finer blocks", "int8"]
+    assert found.record["tried"][1]["refused"]
+    assert max(found.record["costs"], key=found.record["costs"].get) == PLANTED
+    wide = layers(formats, "int8")
+    assert PLANTED.removesuffix("/MatMul") in wide, (found.record, formats)
+    assert len(wide) <= 2, found.record
+
+
+def test_a_layer_that_int8_ruins_stays_in_fp32(tmp_path: Path) -> None:
+    found, formats = decide(save_llama(tmp_path / "m", outlier=3000), tmp_path, kl_mean_max=0.01)
+    assert found.record["chosen"] == "int8, 1 of 12 layers in fp32", found.record
+    assert layers(formats, "fp32") == {PLANTED.removesuffix("/MatMul")}
+    assert len(layers(formats, "int8")) == 11
+
+
+def test_nothing_passes_and_the_best_is_named(tmp_path: Path) -> None:
+    found, _ = decide(save_llama(tmp_path / "m"), tmp_path, kl_mean_max=1e-30)
+    assert found.record["chosen"] == "fp32"
+    assert all(trial["refused"] for trial in found.record["tried"])
+
+
+def test_the_bundle_says_what_was_decided(tmp_path: Path) -> None:
+    result = convert(str(save_llama(tmp_path / "m")), target="cpu", output=tmp_path / "out")
+    manifest = Bundle.open(tmp_path / "out").manifest
+    assert manifest.precision == "auto"
+    assert manifest.quantisation["chosen"] == result.bundle.manifest.quantisation["chosen"]
+    assert manifest.quantisation["tried"]
+    assert layers(manifest.graphs["decoder"].formats, "int")
+    assert len(tables(manifest)) == 2
+
+
+def test_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+    folder = save_llama(tmp_path / "m", outlier=float("nan"))
+    with pytest.raises(SourceError, match=r"has \d+ values that are not finite numbers"):
+        convert(str(folder), target="cpu", output=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_calibration_texts_are_not_those_that_judge(tmp_path: Path) -> None:
+    texts = calibration_texts(None)
+    assert len(texts) >= 16
+    assert not set(texts) & set(load_texts())
+    assert len({len(text) for text in texts}) > 8
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "has 0 texts"),
+        ({"a.txt": b"one text that is long enough\n"}, "has 1 texts"),
+        ({"a.txt": b"\xff\xfe broken \x80\x81"}, "a.txt cannot be read"),
+    ],
+)
+def test_bad_calibration_texts_are_named(tmp_path: Path, files: dict[str, bytes], message: str) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    with pytest.raises(ConversionError, match=message):
+        calibration_texts(folder)
+    with pytest.raises(ConversionError, match="does not exist"):
+        calibration_texts(tmp_path / "gone")
+
+
+def test_the_users_texts_are_read_line_by_line(tmp_path: Path) -> None:
+    lines = [f"This is text number {index} of the user.\\nIt has two lines." for index in range(9)]
+    (tmp_path / "a.txt").write_text("\n".join(lines), "utf-8")
+    found = calibration_texts(tmp_path)
+    assert len(found) == 9
+    assert found[0].count("\n") == 1
+    assert np.all([text.startswith("This is") for text in found])
