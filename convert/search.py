@@ -98,7 +98,7 @@ class Search:
             metrics = measure(graphs)
             trial = Trial(name, sum(map(graph_bytes, graphs.values())), metrics, refusal(metrics, self.bounds))
             self.journal.put(key, asdict(trial))
-        self.progress(f"{name}: {_told(trial)}")
+        self.progress(f"measured {name}: {_told(trial)}")
         self.tried.append(trial)
         return trial
 

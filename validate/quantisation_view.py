@@ -87,8 +87,8 @@ def _picture(graph: GraphSpec, costs: Mapping[str, float]) -> list[RenderableTyp
             legend += f"; bars: KL divergence of that layer alone, log scale, highest {max(costs.values()):.2g} nats"
         shown += [table, Text(legend, style="dim")]
     if others:
-        text = ", ".join(others) if len(others) <= _FEW else ", ".join(_counted(others))
-        shown.append(Text(f"others: {text}"))
+        listed = others if len(others) <= _FEW else _counted(others)
+        shown.append(Text(f"others: {', '.join(listed)}"))
     return shown
 
 
