@@ -1,10 +1,10 @@
-"""Which convolutions to leave in fp32 in a static int8 graph, and how to keep ONNX Runtime from quantising them."""
+"""What quantising each node costs, which nodes to leave in fp32 for it, and how to keep ONNX Runtime from them."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,38 +16,71 @@ if TYPE_CHECKING:
 
 Feed = dict[str, NDArray[Any]]
 Scales = tuple[NDArray[Any], NDArray[Any]]  # scale and zero point
+OutputError = Callable[[NDArray[Any], NDArray[Any]], float]  # of the original's output and the other's
 MAX_FEEDS = 4
 _SHARE = 3.0  # of the mean squared error over the nodes
 _AT_MOST = 1 / 8  # of the convolutions
 
 
+def squared_error(expected: NDArray[Any], found: NDArray[Any]) -> float:
+    """Sum of squared differences."""
+    return float(np.square(expected - found).sum())
+
+
+def cosine_error(expected: NDArray[Any], found: NDArray[Any]) -> float:
+    """Sum over the rows (..., D) of 1 - cosine."""
+    lengths = np.linalg.norm(expected, axis=-1) * np.linalg.norm(found, axis=-1)
+    return float((1 - (expected * found).sum(-1) / np.maximum(lengths, 1e-12)).sum())
+
+
+def node_costs(
+    original: onnx.ModelProto,
+    build: Callable[[str], onnx.ModelProto],
+    nodes: Iterable[str],
+    feeds: Sequence[Feed],
+    output_error: OutputError = squared_error,
+) -> dict[str, float]:
+    """What quantising each of `nodes` alone costs: the error of the first output, summed over the feeds.
+
+    Args:
+        original: fp32 graph.
+        build: gives the graph with only the named node quantised.
+        nodes: names of the nodes to measure.
+        feeds: calibration feeds; `MAX_FEEDS` of them, evenly spread, are run once per node.
+        output_error: error of one feed's output.
+    """
+    chosen = [feeds[at] for at in np.linspace(0, len(feeds) - 1, min(MAX_FEEDS, len(feeds))).astype(int)]
+    expected = _run(original, chosen)
+    return {
+        node: sum(output_error(*pair) for pair in zip(expected, _run(build(node), chosen), strict=True))
+        for node in nodes
+    }
+
+
+def worst(costs: dict[str, float], count: int) -> list[str]:
+    """The `count` nodes that cost most, worst first."""
+    return sorted(costs, key=lambda name: costs[name], reverse=True)[: max(count, 0)]
+
+
 def sensitive_nodes(source: Path, quantised: Path, feeds: Sequence[Feed]) -> list[str]:
     """Names of the Conv and Gemm nodes whose quantisation alone costs most, worst first.
 
-    Each is measured by itself: the fp32 graph with that node's input, weights and output as in `quantised`,
-    against the fp32 graph, on the first output. A node is named if its squared error is more than
-    `_SHARE` times the mean over the nodes; at most `_AT_MOST` of the nodes are, and never all.
+    Each is measured by itself (`node_costs`): the fp32 graph with that node's input, weights and output as in
+    `quantised`. A node is named if its squared error is more than `_SHARE` times the mean over the nodes; at
+    most `_AT_MOST` of the nodes are, and never all.
 
     Args:
         source: fp32 graph.
         quantised: int8 graph in QDQ form made from it.
-        feeds: calibration feeds; `MAX_FEEDS` of them, evenly spread, are run once per node.
+        feeds: calibration feeds.
     """
     import onnx
 
     original, model = onnx.load(source), onnx.load(quantised)
-    chosen = [feeds[at] for at in np.linspace(0, len(feeds) - 1, min(MAX_FEEDS, len(feeds))).astype(int)]
-    expected = _run(original, chosen)
-    errors = {}
-    for node in _candidates(original, model):
-        found = _run(_alone(original, model, node), chosen)
-        errors[node] = sum(float(np.square(a - b).sum()) for a, b in zip(expected, found, strict=True))
-    most, bound = (
-        min(math.ceil(len(errors) * _AT_MOST), len(errors) - 1),
-        _SHARE * sum(errors.values()) / max(len(errors), 1),
-    )
-    ranked = sorted(errors, key=lambda name: errors[name], reverse=True)
-    return [name for name in ranked[: max(most, 0)] if errors[name] > bound]
+    costs = node_costs(original, lambda node: _alone(original, model, node), _candidates(original, model), feeds)
+    most = min(math.ceil(len(costs) * _AT_MOST), len(costs) - 1)
+    bound = _SHARE * sum(costs.values()) / max(len(costs), 1)
+    return [name for name in worst(costs, most) if costs[name] > bound]
 
 
 def shield(model: onnx.ModelProto) -> int:

@@ -6,16 +6,26 @@ Weight-only quantisation of decoders belongs to the text-generation recipe; this
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_convert.convert.mixed_precision import sensitive_nodes, shield
+from edge_convert.convert.calibration import Range, activation_ranges, channel_peaks, token_feeds
+from edge_convert.convert.mixed_precision import (
+    OutputError,
+    cosine_error,
+    node_costs,
+    sensitive_nodes,
+    shield,
+    worst,
+)
 from edge_convert.convert.rounding import copy_weights, round_weights
 from edge_convert.runtime.errors import ConversionError, ExportError
 
@@ -28,38 +38,118 @@ FP32_ISLANDS = (
     "LayerNormalization", "SkipLayerNormalization", "ReduceSum", "ReduceL2", "ReduceMean", "Softmax", "Div",
     "GlobalAveragePool",
 )  # fmt: skip
+_CHANNELS_PER_COPY = 64  # channels of a product's input for each that is added to divide outliers
+_MIN_COPIES = 8
+_WORTH_SPLITTING = 1.5  # of the peak
+_BISECTIONS = 40
 
 
-def quantise_dynamic(source: Path, destination: Path, *, exclude: Iterable[str] = (), narrowing: bool = True) -> None:
+def quantise_dynamic(
+    source: Path,
+    destination: Path,
+    *,
+    exclude: Iterable[str] = (),
+    narrowing: bool = True,
+    feeds: Iterable[Feed] | None = None,
+    fp32_products: int = 0,
+) -> None:
     """int8 weights per output channel, activations quantised as they come; embedding tables per row.
+
+    Activation channels with outliers are split first (`split_outliers`), so that one scale serves them all.
 
     Args:
         source: fp32 graph.
         destination: where the int8 graph is written, weights inside.
         exclude: names of nodes that stay in fp32.
-        narrowing: False keeps products with more rows than columns in fp32: a feed-forward block's second
-            product reads activations with far outliers, which one scale for all of them does not serve. On
-            MiniLM this halves the error of the embedding for 10 MB.
+        narrowing: False keeps products with more rows than columns in fp32.
+        feeds: calibration feeds that show where the outliers are; None for random tokens (`token_feeds`), empty
+            for no splitting.
+        fp32_products: so many of the products stay in fp32, those whose quantisation costs most on the feeds.
     """
     import onnx
-    from onnxruntime.quantization import QuantType, quantize_dynamic
 
-    kept = [*exclude, *([] if narrowing else _narrowing_products(onnx.load(source)))]
+    model = onnx.load(source)
+    feeds = token_feeds(model) if feeds is None else list(feeds)
+    kept = [*exclude, *([] if narrowing else _narrowing_products(model))]
     with _quietly("dynamic int8"):
-        quantize_dynamic(
-            source,
-            destination,
-            op_types_to_quantize=["MatMul"],
-            per_channel=True,
-            weight_type=QuantType.QInt8,
-            nodes_to_exclude=kept,
-            extra_options={"MatMulConstBOnly": True},
-        )
-    model = onnx.load(destination)
+        if feeds:
+            split_outliers(model, feeds, exclude=kept)
+        if feeds and fp32_products:
+            kept += worst(product_costs(model, feeds, exclude=kept), fp32_products)
+        model = _write_dynamic(model, destination, exclude=kept)
     _quantise_tables(model)
     onnx.save(model, destination)
     if not any(tensor.data_type == onnx.TensorProto.INT8 for tensor in model.graph.initializer):
         raise ExportError("Dynamic int8 changed nothing: the graph has no matrix product with a constant weight.")
+
+
+def product_costs(
+    model: onnx.ModelProto,
+    feeds: Sequence[Feed],
+    *,
+    exclude: Iterable[str] = (),
+    output_error: OutputError = cosine_error,
+) -> dict[str, float]:
+    """What dynamic int8 of each product with a constant weight costs by itself (`node_costs`); `exclude` are not."""
+    left_out = set(exclude)
+    names = [node.name for node in _products(model) if node.name not in left_out]
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "alone.onnx"
+        return node_costs(
+            model, lambda name: _write_dynamic(model, path, only=[name]), names, feeds, output_error=output_error
+        )
+
+
+def split_outliers(model: onnx.ModelProto, feeds: Sequence[Feed], *, exclude: Iterable[str] = ()) -> int:
+    """Divide the input channels of products that reach far beyond the others among several, in place.
+
+    One channel of a transformer's activations often is ten times the others, in one token of each text, and one
+    scale for all then leaves the others few steps. Here such a channel x becomes n channels x / n, each with the
+    weights of x: the same product in fp32, and n times the steps (after Zhao et al. 2019, outlier channel
+    splitting). Products are left alone where that gains less than a factor of `_WORTH_SPLITTING`.
+
+    Args:
+        model: fp32 graph.
+        feeds: calibration feeds, from which each channel's peak is taken.
+        exclude: names of products that stay as they are.
+
+    Returns:
+        How many inputs of products were split.
+    """
+    from onnx import helper, numpy_helper
+
+    left_out = set(exclude)
+    readers: dict[str, list[onnx.NodeProto]] = {}
+    for node in _products(model):
+        if node.name not in left_out:
+            readers.setdefault(node.input[0], []).append(node)
+    graph = model.graph
+    weights = {tensor.name: tensor for tensor in graph.initializer}
+    new: dict[str, list[onnx.NodeProto]] = {}
+    for value, peaks in channel_peaks(model, list(readers), feeds).items():
+        copies = _copies(peaks, max(_MIN_COPIES, len(peaks) // _CHANNELS_PER_COPY))
+        if peaks.max() < _WORTH_SPLITTING * (peaks / copies).max():
+            continue
+        again = np.repeat(np.arange(len(peaks)), copies - 1)
+        scale, index, divided, copied, wide = (
+            f"{value}_{end}" for end in ("share", "again", "divided", "copied", "wide")
+        )
+        graph.initializer.append(numpy_helper.from_array((1 / copies).astype(np.float32), scale))
+        graph.initializer.append(numpy_helper.from_array(again, index))
+        new[readers[value][0].name] = [
+            helper.make_node("Mul", [value, scale], [divided], divided),
+            helper.make_node("Gather", [divided, index], [copied], copied, axis=-1),
+            helper.make_node("Concat", [divided, copied], [wide], wide, axis=-1),
+        ]
+        for node in readers[value]:
+            weight = numpy_helper.to_array(weights[node.input[1]])
+            node.input[0], node.input[1] = wide, f"{node.name}_wide_weight"
+            graph.initializer.append(numpy_helper.from_array(np.concatenate([weight, weight[again]]), node.input[1]))
+    nodes = [step for node in graph.node for step in (*new.get(node.name, ()), node)]
+    _replace(graph.node, nodes)
+    used = {name for node in graph.node for name in node.input}
+    _replace(graph.initializer, [tensor for tensor in graph.initializer if tensor.name in used])
+    return len(new)
 
 
 def to_float16(source: Path, destination: Path, *, islands: Iterable[str] = FP32_ISLANDS) -> None:
@@ -85,8 +175,8 @@ def quantise_static(
 ) -> None:
     """int8 weights per output channel and int8 activations with fixed scales, in QDQ form.
 
-    Weights are rounded so that errors cancel on the calibration feeds (`rounding`), and the few convolutions
-    and products whose quantisation costs most on them stay in fp32 (`mixed_precision`).
+    Ranges of activations are those of least squared error (`activation_ranges`), weights are rounded so that
+    errors cancel on the calibration feeds (`rounding`), and the few convolutions and products whose quantisation costs most on them stay in fp32 (`mixed_precision`).
 
     Args:
         source: fp32 graph; convolutions and their activations should already be folded.
@@ -100,13 +190,14 @@ def quantise_static(
     nodes = onnx.load(source, load_external_data=False).graph.node
     kept = [node.name for node in nodes if node.op_type == "Conv"][: fp32_convolutions or 0]
     with _quietly("static int8"):
-        _write_static(source, destination, feeds, kept)
+        ranges = activation_ranges(source, feeds)
+        _write_static(source, destination, feeds, kept, ranges)
         round_weights(source, destination, feeds)
         if fp32_convolutions is None:
             kept = sensitive_nodes(source, destination, feeds)
             if kept:
                 rounded = onnx.load(destination)
-                _write_static(source, destination, feeds, kept)
+                _write_static(source, destination, feeds, kept, ranges)
                 copy_weights(rounded, destination)
         model = onnx.load(destination)
         if shield(model):
@@ -154,8 +245,10 @@ def rename_output(path: Path, name: str, wanted: str) -> None:
     onnx.save(model, path)
 
 
-def _write_static(source: Path, destination: Path, feeds: list[Feed], exclude: list[str]) -> None:
-    """Calibrate on `feeds` and write the QDQ graph, the nodes `exclude` in fp32."""
+def _write_static(
+    source: Path, destination: Path, feeds: list[Feed], exclude: list[str], ranges: Mapping[str, Range] | None = None
+) -> None:
+    """Calibrate on `feeds`, but for the values in `ranges`, and write the QDQ graph, the nodes `exclude` in fp32."""
     from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType, quantize_static
 
     quantize_static(
@@ -169,6 +262,12 @@ def _write_static(source: Path, destination: Path, feeds: list[Feed], exclude: l
         weight_type=QuantType.QInt8,
         calibrate_method=CalibrationMethod.MinMax,
         nodes_to_exclude=exclude,
+        extra_options={
+            "TensorQuantOverrides": {
+                name: [{"rmin": np.float32(low), "rmax": np.float32(high)}]
+                for name, (low, high) in (ranges or {}).items()
+            }
+        },
     )
 
 
@@ -183,13 +282,58 @@ def _reader(feeds: Iterator[Feed]) -> Any:
     return Reader()
 
 
+def _write_dynamic(
+    model: onnx.ModelProto, destination: Path, *, exclude: Sequence[str] = (), only: Sequence[str] = ()
+) -> onnx.ModelProto:
+    """Write and return the graph with int8 products: all but `exclude`, or `only` these."""
+    import onnx
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    quantize_dynamic(
+        copy.deepcopy(model),
+        destination,
+        op_types_to_quantize=["MatMul"],
+        per_channel=True,
+        weight_type=QuantType.QInt8,
+        nodes_to_quantize=list(only),
+        nodes_to_exclude=list(exclude),
+        extra_options={"MatMulConstBOnly": True},
+    )
+    return onnx.load(destination)
+
+
+def _products(model: onnx.ModelProto) -> list[onnx.NodeProto]:
+    """The matrix products with a constant fp32 matrix on the right and a computed left side."""
+    matrices = {tensor.name for tensor in model.graph.initializer if tensor.data_type == 1 and len(tensor.dims) == 2}
+    known = {tensor.name for tensor in model.graph.initializer}
+    return [
+        node
+        for node in model.graph.node
+        if node.op_type == "MatMul" and node.input[1] in matrices and node.input[0] not in known
+    ]
+
+
+def _copies(peaks: NDArray[Any], extra: int) -> NDArray[np.int64]:
+    """Into how many each channel is divided so that the largest peak is least, with `extra` channels more in all."""
+    low, high = 0.0, float(peaks.max())
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        fits = np.ceil(peaks / max(middle, 1e-12)).clip(1).sum() - len(peaks) <= extra
+        low, high = (low, middle) if fits else (middle, high)
+    return np.ceil(peaks / max(high, 1e-12)).clip(1).astype(np.int64)
+
+
+def _replace(field: Any, items: Sequence[Any]) -> None:
+    """Put copies of `items` into a repeated field, in place."""
+    kept = [copy.deepcopy(item) for item in items]
+    del field[:]
+    field.extend(kept)
+
+
 def _narrowing_products(model: onnx.ModelProto) -> list[str]:
     """Names of the products with a constant weight that has more rows than columns."""
     shapes = {tensor.name: tuple(tensor.dims) for tensor in model.graph.initializer}
-    products = [
-        node for node in model.graph.node if node.op_type == "MatMul" and len(shapes.get(node.input[1], ())) == 2
-    ]
-    return [node.name for node in products if shapes[node.input[1]][0] > shapes[node.input[1]][1]]
+    return [node.name for node in _products(model) if shapes[node.input[1]][0] > shapes[node.input[1]][1]]
 
 
 def _quantise_tables(model: onnx.ModelProto, min_elements: int = 100_000) -> None:

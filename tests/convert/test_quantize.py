@@ -6,13 +6,16 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from edge_convert.convert.mixed_precision import shield
+from edge_convert.convert.mixed_precision import node_costs, shield, worst
 from edge_convert.convert.quantize import (
+    _write_dynamic,
     _write_static,
     fold_constants,
+    product_costs,
     quantise_dynamic,
     quantise_static,
     rename_output,
+    split_outliers,
     to_float16,
 )
 from edge_convert.convert.rounding import columns, compensated
@@ -102,6 +105,78 @@ def test_a_table_keeps_one_scale_per_row(encoder, tmp_path):
     smallest = int(np.abs(TABLE).max(1).argmin())
     feed = {"ids": np.array([smallest], np.int64)}
     assert relative_error(run(out, feed), run(encoder, feed)) < 0.02
+
+
+@pytest.fixture
+def outliers(tmp_path):
+    """Two products that read one value, of which channel 5 reaches forty times as far as the others."""
+    size = np.ones(96, np.float32)
+    size[5] = 40
+    return save(
+        tmp_path / "in.onnx",
+        [
+            helper.make_node("Mul", ["x", "size"], ["sized"], "sizing"),
+            helper.make_node("MatMul", ["sized", "w1"], ["y1"], "product1"),
+            helper.make_node("MatMul", ["sized", "w2"], ["y2"], "product2"),
+            helper.make_node("Sub", ["y1", "y2"], ["y"], "difference"),
+        ],
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 96])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 32])],
+        {"size": size, **{f"w{at}": RNG.normal(size=(96, 32)).astype(np.float32) / size[:, None] for at in (1, 2)}},
+    )
+
+
+def test_splitting_outliers_keeps_the_product_and_makes_it_precise(outliers, tmp_path):
+    feeds = [{"x": RNG.uniform(-1, 1, (64, 96)).astype(np.float32)} for _ in range(3)]
+    wanted = run(outliers, feeds[0])
+    model = onnx.load(outliers)
+    assert split_outliers(model, feeds) == 1
+    onnx.checker.check_model(model)
+    assert {"w1", "w2"}.isdisjoint(tensor.name for tensor in model.graph.initializer)
+    split = tmp_path / "split.onnx"
+    onnx.save(model, split)
+    np.testing.assert_allclose(run(split, feeds[0]), wanted, rtol=1e-4, atol=1e-4)
+    errors = []
+    for calibration in ([], feeds):
+        quantise_dynamic(outliers, tmp_path / "out.onnx", feeds=calibration)
+        errors.append(relative_error(run(tmp_path / "out.onnx", feeds[0]), wanted))
+    assert errors[1] < errors[0] / 3
+
+
+def test_products_without_outliers_are_not_split(encoder):
+    model = onnx.load(encoder)
+    before = model.SerializeToString()
+    assert split_outliers(model, [{"ids": np.arange(1000, dtype=np.int64)}]) == 0
+    assert model.SerializeToString() == before
+
+
+def test_the_product_that_costs_most_goes_back_to_fp32(outliers, tmp_path):
+    model = onnx.load(outliers)
+    small = next(tensor for tensor in model.graph.initializer if tensor.name == "w1")
+    small.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(small) / 100, "w1"))
+    onnx.save(model, outliers)
+    feeds = [{"x": RNG.uniform(-1, 1, (64, 96)).astype(np.float32)}]
+    costs = product_costs(model, feeds)
+    assert worst(costs, 2) == ["product2", "product1"]
+    assert list(product_costs(model, feeds, exclude=["product2"])) == ["product1"]
+    quantise_dynamic(outliers, tmp_path / "out.onnx", feeds=feeds, fp32_products=1)
+    assert operators(tmp_path / "out.onnx").count("MatMulInteger") == 1
+
+
+def test_costs_are_summed_over_evenly_spread_feeds(outliers, tmp_path):
+    model = onnx.load(outliers)
+    feeds = [{"x": np.full((2, 96), value, np.float32)} for value in range(7)]
+    seen = []
+
+    def error(expected, found):
+        seen.append(expected[0, 0] / 6)
+        return 0.5
+
+    costs = node_costs(
+        model, lambda name: _write_dynamic(model, tmp_path / "one.onnx", only=[name]), ["product1"], feeds, error
+    )
+    assert costs == {"product1": 2.0}
+    np.testing.assert_allclose(np.array(seen) / seen[-1], [0, 2 / 6, 4 / 6, 1], atol=1e-5)
 
 
 def test_dynamic_int8_that_changes_nothing_is_an_error(tmp_path):
