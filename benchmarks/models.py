@@ -22,12 +22,19 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 TARGETS = ("cpu", "jetson")
 PRECISIONS = {
-    "smollm2": ("fp32", "fp16", "int8", "int4"),
-    "minilm": ("fp32", "fp16", "int8"),
-    "efficientnet": ("fp32", "fp16", "int8"),
+    "smollm2": ("auto", "fp32", "fp16", "int8", "int4"),
+    "minilm": ("auto", "fp32", "fp16", "int8"),
+    "efficientnet": ("auto", "fp32", "fp16", "int8"),
 }
-# What a row shows of the gates, by metric.
-FIGURES = ("kl_mean", "top1_agreement", "perplexity_ratio", "cosine_mean", "cosine_min", "probability_error_mean")
+# What a row shows of the gates: metrics and what they are called there.
+FIGURES = {
+    "kl_mean": "KL",
+    "top1_agreement": "top-1",
+    "perplexity_ratio": "perplexity ×",
+    "cosine_mean": "mean cosine",
+    "cosine_min": "least cosine",
+    "probability_error_mean": "probability error",
+}
 
 
 def main() -> None:
@@ -78,6 +85,7 @@ def row(model: str, precision: str, target: str, work: Path, photos: Path) -> di
         "model": model,
         "precision": precision,
         "target": target,
+        "chosen": result.bundle.manifest.quantisation.get("chosen"),
         "bundle_mb": round(sum(spec.size for spec in result.bundle.manifest.files.values()) / 1e6, 1),
         "seconds": round(time.perf_counter() - start, 1),
         "outcomes": {name: sum(gate.outcome == name for gate in gates) for name in ("passed", "failed", "not_run")},
@@ -95,8 +103,13 @@ def table(rows: list[dict[str, Any]]) -> str:
     ]
     for item in rows:
         counts = " / ".join(str(count) for count in item["outcomes"].values())
-        figures = ", ".join(f"{name} {value:.6g}" for name, value in item["figures"].items() if value is not None)
-        cells = (item["model"], item["precision"], item["target"], item["bundle_mb"], counts, figures)
+        figures = ", ".join(
+            f"{shown} {item['figures'][name]:.4g}"
+            for name, shown in FIGURES.items()
+            if item["figures"].get(name) is not None
+        )
+        precision = item["precision"] + (f" ({item['chosen']})" if item["chosen"] else "")
+        cells = (item["model"], precision, item["target"], item["bundle_mb"], counts, figures)
         lines.append("| " + " | ".join(str(cell) for cell in cells) + " |")
     return "\n".join(lines)
 

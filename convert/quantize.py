@@ -49,7 +49,6 @@ def quantise_dynamic(
     destination: Path,
     *,
     exclude: Iterable[str] = (),
-    narrowing: bool = True,
     feeds: Iterable[Feed] | None = None,
     fp32_products: int = 0,
 ) -> None:
@@ -61,7 +60,6 @@ def quantise_dynamic(
         source: fp32 graph.
         destination: where the int8 graph is written, weights inside.
         exclude: names of nodes that stay in fp32.
-        narrowing: False keeps products with more rows than columns in fp32.
         feeds: calibration feeds that show where the outliers are; None for random tokens (`token_feeds`), empty
             for no splitting.
         fp32_products: so many of the products stay in fp32, those whose quantisation costs most on the feeds.
@@ -70,7 +68,7 @@ def quantise_dynamic(
 
     model = onnx.load(source)
     feeds = token_feeds(model) if feeds is None else list(feeds)
-    kept = [*exclude, *([] if narrowing else _narrowing_products(model))]
+    kept = list(exclude)
     with _quietly("dynamic int8"):
         if feeds:
             split_outliers(model, feeds, exclude=kept)
@@ -328,12 +326,6 @@ def _replace(field: Any, items: Sequence[Any]) -> None:
     kept = [copy.deepcopy(item) for item in items]
     del field[:]
     field.extend(kept)
-
-
-def _narrowing_products(model: onnx.ModelProto) -> list[str]:
-    """Names of the products with a constant weight that has more rows than columns."""
-    shapes = {tensor.name: tuple(tensor.dims) for tensor in model.graph.initializer}
-    return [node.name for node in _products(model) if shapes[node.input[1]][0] > shapes[node.input[1]][1]]
 
 
 def _quantise_tables(model: onnx.ModelProto, min_elements: int = 100_000) -> None:

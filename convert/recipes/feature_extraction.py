@@ -107,7 +107,7 @@ def quantise(request: Request, graphs: dict[str, Exported], folder: Path) -> dic
     if request.precision == "fp16":
         to_float16(source, path)
     else:
-        quantise_dynamic(source, path, narrowing=False)
+        quantise_dynamic(source, path)
     return {"encoder": Exported(path)}
 
 

@@ -121,7 +121,7 @@ def test_calibration_problems_are_explained(tmp_path):
         quantise(make_pictures(tmp_path / "few", 3))
     folder = make_pictures(tmp_path / "broken", 9)
     (folder / "3.png").write_bytes(b"no picture")
-    with pytest.raises(ConversionError, match=r"3\.png cannot be read"):
+    with pytest.raises(ConversionError, match=r"3\.png is not an image"):
         quantise(folder)
 
 
