@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import tempfile
@@ -98,6 +99,8 @@ class GenaiExporter:
             except NotImplementedError as error:
                 raise_if_interrupted(error)
                 raise _unsupported(checkpoint, error) from error
+        del parsed
+        gc.collect()  # the builder's graph and the model that it loaded refer to each other
 
 
 def adapt_config(config: Any) -> None:

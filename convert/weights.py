@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from edge_convert.convert.interrupt import raise_if_disk_full, raise_if_interrupted
 from edge_convert.runtime.errors import SourceError
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +89,44 @@ def check_loaded(model: Any, info: dict[str, Any], name: str, *, unused: Sequenc
         )
     if unexpected:
         log.warning("%s has %s that the model does not use (first: %s)", name, _count(unexpected), unexpected[0])
+
+
+def compute_in_fp32(model: torch.nn.Module) -> torch.nn.Module:
+    """Make `model` compute in float32 with matrices that stay in memory as they are stored; returns it.
+
+    Linear layers and token embeddings in bfloat16 or float16 widen their weights each time they are used, which is exact
+    and halves the memory; every other parameter and buffer is widened now.
+    """
+    import torch
+    from torch.nn import functional
+
+    def linear(module: torch.nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda x: functional.linear(
+            x.float(), module.weight.float(), None if module.bias is None else module.bias.float()
+        )
+
+    def embedding(module: torch.nn.Embedding) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda ids: functional.embedding(ids, module.weight, module.padding_idx).float()
+
+    kept, widened = set(), set()
+    for module in model.modules():
+        # Subclasses may do more with their weights than the plain classes.
+        if type(module) is torch.nn.Linear:
+            module.__dict__["forward"] = linear(module)
+            kept.add(id(module.weight))
+        elif type(module) is torch.nn.Embedding and module.max_norm is None:
+            module.__dict__["forward"] = embedding(module)
+            kept.add(id(module.weight))
+        else:
+            widened |= {id(tensor) for tensor in module._parameters.values()}  # a weight may be tied to a plain one
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for tensor in tensors.values():
+                if tensor is None or not tensor.is_floating_point():
+                    continue
+                if id(tensor) in widened or id(tensor) not in kept:
+                    tensor.data = tensor.data.float()
+    return model
 
 
 def first_line(error: BaseException) -> str:

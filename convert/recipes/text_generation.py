@@ -22,7 +22,7 @@ from edge_convert.convert.interrupt import raise_if_interrupted
 from edge_convert.convert.recipe import Exported, Found, Recipe, Request
 from edge_convert.convert.search import Build, Graphs, Search, open_journal
 from edge_convert.convert.source import Source
-from edge_convert.convert.weights import check_whole, first_line, load_whole
+from edge_convert.convert.weights import check_whole, compute_in_fp32, first_line, load_whole
 from edge_convert.runtime.errors import ConversionError, ExportError, InputError, UnsupportedModelError
 from edge_convert.runtime.manifest import AUTO, CacheSpec
 from edge_convert.validate.runner import DecoderReference, Reference
@@ -240,11 +240,10 @@ class TorchDecoderReference:
     """The original in fp32 in transformers: token ids in, logits of every position out."""
 
     def __init__(self, checkpoint: Path, name: str) -> None:
-        import torch
         from transformers import AutoModelForCausalLM
 
         self.name = name
-        self._model = load_whole(AutoModelForCausalLM, checkpoint, name, dtype=torch.float32).eval()
+        self._model = compute_in_fp32(load_whole(AutoModelForCausalLM, checkpoint, name, dtype="auto").eval())
         self._tokenizer = _tokenizer(checkpoint)
 
     def logits(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:

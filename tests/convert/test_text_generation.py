@@ -9,10 +9,11 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+import torch
 from assets import smollm2_gguf
 from decoders import FAMILIES, SIZES, TEMPLATE, VOCAB, prompt, request_for, save_model
 from tokenizers import Tokenizer
-from transformers import FalconConfig, LlamaConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, FalconConfig, LlamaConfig, Qwen2Config
 
 from edge_convert.convert.recipe import Exported, Request
 from edge_convert.convert.recipes.text_generation import RECIPE
@@ -155,6 +156,21 @@ def test_hidden_size_that_no_block_divides(tmp_path: Path) -> None:
     expected = RECIPE.reference(request).logits(ids)
     error = run(convert(request, tmp_path), ids) - expected
     assert float(np.sqrt(np.mean(error**2)) / np.std(expected)) < 0.05
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_stored_weights_are_computed_in_fp32(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+    folder = save_model(tmp_path / "model", FAMILIES[family]())
+    AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).save_pretrained(folder)
+    reference = RECIPE.reference(request_for(folder))
+    sizes = {parameter.dtype: parameter.numel() for parameter in reference._model.parameters() if parameter.ndim == 2}
+    assert dtype in sizes  # kept as it is stored
+    wide = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = prompt()
+    with torch.inference_mode():
+        expected = wide(torch.from_numpy(ids)[None]).logits[0].numpy()
+    np.testing.assert_allclose(reference.logits(ids), expected, rtol=0, atol=2e-6 * np.abs(expected).max())
 
 
 def test_context_caps_cache_and_rotary_tables(llama: Path, tmp_path: Path) -> None:
