@@ -8,7 +8,9 @@ from __future__ import annotations
 from importlib import resources
 from pathlib import Path
 
+from edge_convert.convert.recipe import Request
 from edge_convert.runtime.errors import ConversionError
+from edge_convert.runtime.manifest import AUTO
 
 SUFFIX = ".txt"
 MIN_TEXTS = 8
@@ -42,6 +44,13 @@ def calibration_texts(folder: Path | None) -> list[str]:
             f"files (one a line), and at least {MIN_TEXTS} are needed. Add texts like those the model will see."
         )
     return texts
+
+
+def check_texts(request: Request) -> tuple[str, ...]:
+    """The texts that a search needs must be there before the export starts; no warnings."""
+    if request.precision == AUTO:
+        calibration_texts(request.calibration)
+    return ()
 
 
 def _texts(raw: str) -> list[str]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_convert.convert.calibration_texts import check_texts
 from edge_convert.convert.interrupt import raise_if_disk_full, raise_if_interrupted
 from edge_convert.convert.quantize import quantise_dynamic, rename_output, to_float16
 from edge_convert.convert.recipe import Exported, Recipe, Request
@@ -319,4 +320,5 @@ RECIPE = Recipe(
     search=partial(search_encoder, quantise=quantise),
     package=package,
     reference=reference,
+    check=check_texts,
 )

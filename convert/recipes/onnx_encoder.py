@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_convert.convert.calibration_texts import check_texts
 from edge_convert.convert.interrupt import raise_if_interrupted
 from edge_convert.convert.onnx_graph import INNER, Original, load_graph, opset_of, surround, to_float32, write_graph
 from edge_convert.convert.recipe import Exported, Recipe, Request
@@ -134,6 +135,7 @@ def package_encoder(request: Request, folder: Path) -> dict[str, Any]:
 
 def check(request: Request) -> tuple[str, ...]:
     """What had to be assumed, since no file beside the graph says it."""
+    check_texts(request)
     path = source_path(request)
     if (path.parent / "modules.json").is_file():
         return ()

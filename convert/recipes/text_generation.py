@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_convert.convert import decoder_passes as passes
-from edge_convert.convert.calibration_texts import calibration_texts
+from edge_convert.convert.calibration_texts import calibration_texts, check_texts
 from edge_convert.convert.decoder_export import GRAPH_FILE, DecoderExporter, GenaiExporter
 from edge_convert.convert.decoder_quantize import halve_weights, quantise_graph, uniform_plan
 from edge_convert.convert.decoder_search import Judge, search_decoder
@@ -281,4 +281,5 @@ RECIPE = Recipe(
     search=search,
     package=package,
     reference=reference,
+    check=check_texts,
 )

@@ -202,6 +202,21 @@ def test_bad_calibration_texts_are_named(tmp_path: Path, files: dict[str, bytes]
         calibration_texts(tmp_path / "gone")
 
 
+def test_missing_calibration_texts_stop_before_the_export(tmp_path: Path) -> None:
+    stages: list[str] = []
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConversionError, match="has 0 texts"):
+        convert(
+            str(save_llama(tmp_path / "m")),
+            target="cpu",
+            output=tmp_path / "out",
+            calibration=tmp_path / "empty",
+            progress=stages.append,
+        )
+    assert stages == ["checking the source"]
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_users_texts_are_read_line_by_line(tmp_path: Path) -> None:
     lines = [f"This is text number {index} of the user.\\nIt has two lines." for index in range(9)]
     (tmp_path / "a.txt").write_text("\n".join(lines), "utf-8")
