@@ -134,7 +134,7 @@ def to_float16(source: Path, destination: Path, *, feeds: Iterable[Feed] | None 
 
 
 def prepared(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy in which every node has its own name and every float constant is an initialiser."""
+    """A copy in which every node has its own name and every float constant is an initialiser and no input."""
     from onnx import numpy_helper
 
     made = copy.deepcopy(model)
@@ -150,6 +150,8 @@ def prepared(model: onnx.ModelProto) -> onnx.ModelProto:
         taken.add(node.name)
         nodes.append(node)
     _replace(made.graph.node, nodes)
+    weights = {tensor.name for tensor in made.graph.initializer}
+    _replace(made.graph.input, [value for value in made.graph.input if value.name not in weights])
     return made
 
 
@@ -182,14 +184,7 @@ def measure(model: onnx.ModelProto, feeds: Sequence[Feed], only: Collection[str]
 
     `_VALUES_PER_RUN` values are fetched at a time, so memory does not grow with the graph.
     """
-    import onnx
-    from onnx import numpy_helper
-
-    found = {
-        tensor.name: summarise(numpy_helper.to_array(tensor))
-        for tensor in model.graph.initializer
-        if tensor.data_type == onnx.TensorProto.FLOAT
-    }
+    found = _weights(model)
     for feed in feeds:
         _merge(found, ((name, value) for name, value in feed.items() if value.dtype == np.float32))
     names = [name for name, kind in value_types(model).items() if kind == "tensor(float)"]
@@ -285,7 +280,7 @@ def emulated(model: onnx.ModelProto, feeds: Sequence[Feed], *, islands: Collecti
     """
     floats = _floats(model)
     rounded = emulation(model, floats, islands)
-    values = measure(rounded, feeds, floats)
+    values = _weights(model) | measure(rounded, feeds, floats)
     names = [value.name for value in model.graph.output]
     session = _session(rounded, names)
     return Emulation([session.run(names, feed) for feed in feeds], {name: values[name] for name in floats})
@@ -328,6 +323,8 @@ def emulation(model: onnx.ModelProto, floats: Collection[str], islands: Collecti
                 nodes += _rounding(name + _EXACT, name)
                 stored.add(name)
     _replace(made.graph.node, nodes)
+    read = {name for node in nodes for name in _reads(node)} | {value.name for value in made.graph.output}
+    _replace(made.graph.initializer, [tensor for tensor in made.graph.initializer if tensor.name in read])
     return made
 
 
@@ -349,7 +346,8 @@ def row_error(expected: Sequence[NDArray[Any]], found: Sequence[NDArray[Any]]) -
         )
         lengths = np.linalg.norm(rows, axis=1)
         floor = max(float(lengths.mean()) / 10, 1e-30)
-        worst = max(worst, float((np.linalg.norm(others - rows, axis=1) / np.maximum(lengths, floor)).max()))
+        error = float((np.linalg.norm(others - rows, axis=1) / np.maximum(lengths, floor)).max())
+        worst = max(worst, error if math.isfinite(error) else math.inf)
     return worst
 
 
@@ -388,8 +386,9 @@ def convert(model: onnx.ModelProto, values: Mapping[str, Measured], islands: Col
         raise_if_interrupted(error)
         raise ExportError(f"Writing fp16 failed: {str(error)[:200] or type(error).__name__}") from error
     _round_weights(half, originals)
-    _join_islands(half)
-    _cast_captured(half, islands)
+    own = {node.name for node in model.graph.node}
+    _join_islands(half, own)
+    _cast_captured(half, islands, own)
     _sort(half)
     assert isinstance(half, type(model))
     return half
@@ -467,7 +466,7 @@ def _costs(
     for name in every - set(islands):
         alone = _session(emulation(model, floats, every - {name}), names)
         found[name] = max(row_error(want, alone.run(names, feed)) for want, feed in zip(expected, feeds, strict=True))
-    return {name: cost if math.isfinite(cost) else math.inf for name, cost in found.items()}
+    return found
 
 
 def _around(model: onnx.ModelProto, name: str, values: Mapping[str, Measured]) -> set[str]:
@@ -604,37 +603,37 @@ def _round_weights(half: onnx.ModelProto, originals: Mapping[str, onnx.TensorPro
             tensor.CopyFrom(numpy_helper.from_array(as_float16(numpy_helper.to_array(before)), tensor.name))
 
 
-def _join_islands(half: onnx.ModelProto) -> None:
+def _join_islands(half: onnx.ModelProto, own: Collection[str]) -> None:
     """Take the converter's way through float16 out between fp32 values, in place; graph outputs keep their names."""
     graph = half.graph
     inputs = {value.name for value in graph.input}
     outputs = {value.name for value in graph.output}
-    down = {node.output[0]: node.input[0] for node in graph.node if _made_cast(node, 10)}
-    up = {node.output[0]: down[node.input[0]] for node in graph.node if _made_cast(node, 1) and node.input[0] in down}
+    down = {node.output[0]: node.input[0] for node in graph.node if _made_cast(node, 10, own)}
+    up = {
+        node.output[0]: down[node.input[0]] for node in graph.node if _made_cast(node, 1, own) and node.input[0] in down
+    }
     renamed: dict[str, str] = {}
     for output in outputs & set(up):
         if up[output] not in (*inputs, *outputs, *renamed):
             renamed[up[output]] = output
         else:
             up.pop(output)
-    nodes = [node for node in graph.node if not (_made_cast(node, 1) and node.output[0] in up)]
+    nodes = [node for node in graph.node if not (_made_cast(node, 1, own) and node.output[0] in up)]
     for node in nodes:
         for names in (node.input, node.output):
             joined = [up.get(name, name) if name not in outputs else name for name in names]
             names[:] = [renamed.get(name, name) for name in joined]
     read = outputs | {name for node in nodes for name in _reads(node)}
-    _replace(graph.node, [node for node in nodes if not (_made_cast(node, 10) and node.output[0] not in read)])
+    _replace(graph.node, [node for node in nodes if not (_made_cast(node, 10, own) and node.output[0] not in read)])
     _replace(graph.value_info, [])
 
 
-def _made_cast(node: onnx.NodeProto, kind: int) -> bool:
-    """Whether the converter made this cast to `kind`, by the names that it gives."""
-    ends = ("_cast_to_fp16_node", "_cast_to_fp32_node")
-    made = node.name.endswith(ends) or node.name.startswith(("graph_input_cast", "graph_output_cast"))
-    return bool(node.op_type == "Cast" and made and node.attribute[0].i == kind)
+def _made_cast(node: onnx.NodeProto, kind: int, own: Collection[str]) -> bool:
+    """Whether the converter made this cast to `kind`: it is none of the graph's `own` nodes."""
+    return bool(node.op_type == "Cast" and node.name not in own and node.attribute[0].i == kind)
 
 
-def _cast_captured(half: onnx.ModelProto, islands: Collection[str]) -> None:
+def _cast_captured(half: onnx.ModelProto, islands: Collection[str], own: Collection[str]) -> None:
     """Give the fp32 graphs inside control flow the float16 values around them as fp32, in place."""
     from onnx import helper
 
@@ -642,7 +641,7 @@ def _cast_captured(half: onnx.ModelProto, islands: Collection[str]) -> None:
     if any(_graphs(node) for node in half.graph.node):
         weights = {tensor.name for tensor in half.graph.initializer if tensor.data_type == 10}
         types = dict.fromkeys(weights, 10) | {name: 10 for node in half.graph.node
-                                              if node.name not in islands and not _made_cast(node, 1)
+                                              if node.name not in islands and not _made_cast(node, 1, own)
                                               for name in node.output}  # fmt: skip
     made: dict[str, onnx.NodeProto] = {}
     for node in half.graph.node:
@@ -701,6 +700,14 @@ def _graphs(node: onnx.NodeProto) -> list[onnx.GraphProto]:
 
 def _is_float(node: onnx.NodeProto, values: Mapping[str, Measured]) -> bool:
     return any(name in values for name in (*_reads(node), *node.output))
+
+
+def _weights(model: onnx.ModelProto) -> dict[str, Measured]:
+    """The float32 weights."""
+    from onnx import numpy_helper
+
+    tensors = [tensor for tensor in model.graph.initializer if tensor.data_type == 1]
+    return {tensor.name: summarise(numpy_helper.to_array(tensor)) for tensor in tensors}
 
 
 def _floats(model: onnx.ModelProto) -> set[str]:

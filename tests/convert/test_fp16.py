@@ -331,3 +331,70 @@ def test_text_feeds_are_padded_and_long(tmp_path):
     assert [feed["x"].shape for feed in text_feeds(small)] == [(2, 5)]
     with pytest.raises(ExportError, match="needs calibration inputs"):
         to_float16(save(tmp_path, OVERFLOW, FACTORS), tmp_path / "out.onnx")
+
+
+def test_inputs_and_constants_in_every_form(tmp_path):
+    """Resize reads its scales in fp32, a Constant node is a weight, and an input goes to an island and elsewhere."""
+    up = node("Constant", [], ["up"], "", value=numpy_helper.from_array(np.float32(3e4)))
+    nodes = [
+        up,
+        node("Conv", ["x", "w"], ["a"], ""),
+        node("Resize", ["a", "", "scales"], ["b"], "resize", mode="nearest"),
+        node("Mul", ["x", "up"], ["c"], "large"),
+        node("ReduceMax", ["c"], ["d"], "largest", axes=[1, 2, 3], keepdims=1),
+        node("Mul", ["d", "less"], ["e"], "small"),
+        node("Add", ["b", "e"], ["y"], ""),
+        node("ReduceSum", ["x", "axes"], ["z"], "sum", keepdims=0),
+    ]
+    tensors = {
+        "w": RNG.normal(size=(8, 3, 3, 3)).astype(np.float32),
+        "scales": np.array([1, 1, 2, 2], np.float32),
+        "less": np.float32(1e-4),
+        "axes": np.array([1, 2, 3]),
+    }
+    path = save(tmp_path, nodes, tensors, outputs=("y", "z"), shape=("n", 3, 8, 8))
+    model = onnx.load(path)
+    for value in model.graph.output:
+        value.type.tensor_type.ClearField("shape")
+    model.graph.input.append(helper.make_tensor_value_info("w", TensorProto.FLOAT, (8, 3, 3, 3)))
+    source, out = tmp_path / "source.onnx", tmp_path / "out.onnx"
+    onnx.save(model, source)
+    feeds = [{"x": RNG.normal(size=(2, 3, 8, 8)).astype(np.float32)}]
+    report = to_float16(source, out, feeds=feeds)
+    assert set(report.islands) == {"large", "largest", "small"}
+    types = {tensor.name: tensor.data_type for tensor in onnx.load(out).graph.initializer}
+    assert (types["w"], types["up"]) == (TensorProto.FLOAT16, TensorProto.FLOAT)
+    check_right(source, out, feeds)
+
+
+def test_auto_goes_on_without_an_fp16_that_cannot_be_written(tmp_path, monkeypatch):
+    from types import SimpleNamespace
+
+    from edge_convert.convert.recipes import ladder
+
+    tried, said = [], []
+
+    class Search:
+        def __init__(self, *_):
+            pass
+
+        def attempt(self, name, build, measure):
+            tried.append(name)
+            if name == "fp16" or broken == name:
+                raise ExportError("float16 gives NaN.")
+            return SimpleNamespace(refused=name == "int8")
+
+        def found(self):
+            return tried[-1]
+
+    monkeypatch.setattr(ladder, "Search", Search)
+    monkeypatch.setattr(ladder, "open_journal", lambda *_: None)
+    profile = SimpleNamespace(gate_bounds=lambda *_: {})
+    request = SimpleNamespace(profile=profile, progress=said.append)
+    rungs = dict.fromkeys(("int8", "fp16", "fp32"))
+    broken = None
+    assert ladder._climb(request, "feature-extraction", rungs, None, (), tmp_path) == "fp32"
+    assert said == ["fp16 is left out: float16 gives NaN."]
+    broken = "int8"
+    with pytest.raises(ExportError):
+        ladder._climb(request, "feature-extraction", rungs, None, (), tmp_path)
