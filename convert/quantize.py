@@ -1,7 +1,7 @@
 """Lower precision for encoders and convolutional networks.
 
-Weight-only quantisation of decoders belongs to the text-generation recipe; this module has dynamic int8
-(encoders), static int8 in QDQ form (convolutional networks) and fp16.
+Weight-only quantisation of decoders belongs to the text-generation recipe and fp16 to `fp16`; this module has
+dynamic int8 (encoders) and static int8 in QDQ form (convolutional networks).
 """
 
 from __future__ import annotations
@@ -33,11 +33,6 @@ if TYPE_CHECKING:
     import onnx
 
 Feed = dict[str, NDArray[Any]]
-# Sums over many values, and exponentials: kept in fp32 inside an fp16 graph.
-FP32_ISLANDS = (
-    "LayerNormalization", "SkipLayerNormalization", "ReduceSum", "ReduceL2", "ReduceMean", "Softmax", "Div",
-    "GlobalAveragePool",
-)  # fmt: skip
 _CHANNELS_PER_COPY = 64  # channels of a product's input for each that is added to divide outliers
 _MIN_COPIES = 8
 _WORTH_SPLITTING = 1.5  # of the peak
@@ -148,24 +143,6 @@ def split_outliers(model: onnx.ModelProto, feeds: Sequence[Feed], *, exclude: It
     used = {name for node in graph.node for name in node.input}
     _replace(graph.initializer, [tensor for tensor in graph.initializer if tensor.name in used])
     return len(new)
-
-
-def to_float16(source: Path, destination: Path, *, islands: Iterable[str] = FP32_ISLANDS) -> None:
-    """fp16 weights and activations, fp32 inputs and outputs, `islands` computed in fp32.
-
-    Args:
-        source: fp32 graph.
-        destination: where the fp16 graph is written, weights inside.
-        islands: operator types that stay in fp32.
-    """
-    import onnx
-    from onnxruntime.transformers.float16 import DEFAULT_OP_BLOCK_LIST, convert_float_to_float16
-
-    with _quietly("fp16"):
-        model = convert_float_to_float16(
-            onnx.load(source), keep_io_types=True, op_block_list=[*DEFAULT_OP_BLOCK_LIST, *islands]
-        )
-    onnx.save(model, destination)
 
 
 def quantise_static(

@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_convert.convert.calibration_texts import check_texts
+from edge_convert.convert.fp16 import to_float16
 from edge_convert.convert.interrupt import raise_if_disk_full, raise_if_interrupted
-from edge_convert.convert.quantize import quantise_dynamic, rename_output, to_float16
+from edge_convert.convert.quantize import quantise_dynamic, rename_output
 from edge_convert.convert.recipe import Exported, Recipe, Request
 from edge_convert.convert.recipes.ladder import search_encoder
 from edge_convert.convert.source import read_json, read_object
@@ -101,7 +102,7 @@ def export(request: Request, folder: Path) -> dict[str, Exported]:
 
 
 def quantise(request: Request, graphs: dict[str, Exported], folder: Path) -> dict[str, Exported]:
-    """Write the graph at the asked precision: dynamic int8 per channel, or fp16 with fp32 layer norms."""
+    """Write the graph at the asked precision: dynamic int8 per channel, or fp16 where measurement allows it."""
     source, path = graphs["encoder"].path, folder / FILE
     if request.precision == "fp32":
         return graphs

@@ -17,13 +17,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_convert.convert.calibration import calibration_images
+from edge_convert.convert.calibration import calibration_images, image_files, judging_images
+from edge_convert.convert.fp16 import spread, to_float16
 from edge_convert.convert.interrupt import raise_if_disk_full, raise_if_interrupted
-from edge_convert.convert.quantize import Feed, fold_constants, quantise_static, to_float16
+from edge_convert.convert.quantize import Feed, fold_constants, quantise_static
 from edge_convert.convert.recipe import Exported, Recipe, Request
 from edge_convert.convert.recipes.ladder import search_classifier
 from edge_convert.convert.source import load_factory
 from edge_convert.runtime.errors import ConversionError, ExportError, InputError, ManifestError, UnsupportedModelError
+from edge_convert.validate.golden import synthetic_image
 from edge_convert.wrappers.image import ImageSettings, load_image, preprocess
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 FILE = "classifier.onnx"
 LABELS_FILE = "labels.txt"
 MAX_CALIBRATION_FRAMES = 256
+_FLOAT16_PHOTOS = 6
 _ZOOMS = (1.0, 1.4)  # calibration also sees each photo closer and mirrored
 _REQUIRED = ("mean", "std", "height", "width")
 _OPTIONAL = ("labels", "resize_short_px", "interpolation", "channel_order")
@@ -120,7 +123,7 @@ def quantise(request: Request, graphs: dict[str, Exported], folder: Path) -> dic
     if request.precision == "fp32":
         return graphs
     if request.precision == "fp16":
-        to_float16(source, path)
+        to_float16(source, path, feeds=float16_feeds(request.calibration, _load(request)[1].settings))
     else:
         pictures = calibration_images(request.calibration)
         _, preparation = _load(request)
@@ -234,6 +237,16 @@ def _frames(pictures: list[Path], settings: ImageSettings) -> Iterator[Feed]:
         except InputError as error:
             raise ConversionError(f"Calibration stopped: {error}") from error
         yield {"frames": np.ascontiguousarray(frame[:, ::-1] if mirrored else frame)[None]}
+
+
+def float16_feeds(folder: Path | None, settings: ImageSettings) -> list[Feed]:
+    """Frames (1, H, W, 3) that fp16 is measured on: photos that do not judge, else a drawn picture and noise."""
+    pictures = [] if folder is None else sorted(set(image_files(folder)) - set(judging_images(folder)))
+    if pictures:
+        return list(_frames(spread(pictures, _FLOAT16_PHOTOS), settings))
+    drawn = preprocess(load_image(synthetic_image()), settings)
+    noise = np.random.default_rng(0).integers(0, 256, (2, *drawn.shape), np.uint8)
+    return [{"frames": np.ascontiguousarray(frame)[None]} for frame in (drawn, drawn[:, ::-1], *noise)]
 
 
 def check(request: Request) -> tuple[str, ...]:

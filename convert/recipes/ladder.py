@@ -16,6 +16,7 @@ from edge_convert.convert.calibration import calibration_images
 from edge_convert.convert.calibration_texts import calibration_texts
 from edge_convert.convert.recipe import Exported, Found, Request
 from edge_convert.convert.search import Build, Graphs, Measure, Search, open_journal
+from edge_convert.runtime.errors import ExportError
 from edge_convert.runtime.manifest import AUTO
 from edge_convert.runtime.threads import available_cpus
 from edge_convert.validate import metrics
@@ -93,8 +94,13 @@ def _climb(
     journal = open_journal(request, task, list(inputs))
     search = Search(request.profile.gate_bounds(task, AUTO), folder, journal, request.progress)
     for name, build in rungs.items():
-        if not search.attempt(name, build, measure).refused:
-            break
+        try:
+            if not search.attempt(name, build, measure).refused:
+                break
+        except ExportError as error:
+            if name != "fp16":
+                raise
+            request.progress(f"fp16 is left out: {error}")
     return search.found()
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_convert.convert.calibration import calibration_images
+from edge_convert.convert.fp16 import to_float16
 from edge_convert.convert.onnx_graph import (
     INNER,
     Original,
@@ -23,7 +24,7 @@ from edge_convert.convert.onnx_graph import (
     to_float32,
     write_graph,
 )
-from edge_convert.convert.quantize import quantise_static, to_float16
+from edge_convert.convert.quantize import quantise_static
 from edge_convert.convert.recipe import Exported, Recipe, Request
 from edge_convert.convert.recipes import image_classification
 from edge_convert.convert.recipes.ladder import search_classifier
@@ -145,10 +146,10 @@ def quantise_classifier(request: Request, graphs: dict[str, Exported], folder: P
     source, path = graphs["classifier"].path, folder / image_classification.FILE
     if request.precision == "fp32":
         return graphs
+    settings = OnnxClassifier(source_path(request)).preparation.settings
     if request.precision == "fp16":
-        to_float16(source, path)
+        to_float16(source, path, feeds=image_classification.float16_feeds(request.calibration, settings))
     else:
-        settings = OnnxClassifier(source_path(request)).preparation.settings
         pictures = calibration_images(request.calibration)
         request.progress(f"calibrating on {len(pictures)} images")
         quantise_static(source, path, image_classification._frames(pictures, settings))

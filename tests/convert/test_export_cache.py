@@ -44,7 +44,7 @@ def make_request(precision: str = "int8", *, kind: str = "huggingface", sha256: 
 
 def export(export_step: Counting, request: Request, folder: Path) -> dict[str, Exported]:
     unused: Any = None
-    recipe = Recipe("text-generation", ("int8", "int4"), export_step, unused, unused, unused)
+    recipe = Recipe("text-generation", ("int8", "int4"), export_step, unused, unused, unused, unused)
     folder.mkdir(parents=True)
     return cached_export(request, recipe, folder)
 

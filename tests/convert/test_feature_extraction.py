@@ -10,6 +10,7 @@ import pytest
 from assets import minilm_folder
 from tokenizers import Tokenizer, models
 
+from edge_convert.convert.fp16 import emulated, prepared, value_types
 from edge_convert.convert.recipe import Request
 from edge_convert.convert.recipes.feature_extraction import RECIPE, read_layout
 from edge_convert.convert.source import open_source
@@ -217,6 +218,25 @@ def test_embeddings_are_the_originals(converted, precision, mean, lowest):
     cosines = (embedder(converted, precision).embed(TEXTS) * converted.wanted).sum(1)
     assert cosines.mean() >= mean
     assert cosines.min() >= lowest
+
+
+@pytest.mark.real
+def test_fp16_holds_with_every_value_rounded(converted):
+    """The CPU computes the fp16 graph in fp32; the emulation is what a device with float16 would give."""
+    model = prepared(onnx.load(converted.paths["fp32"]))
+    written = onnx.load(converted.paths["fp16"])
+    types = value_types(written)
+    norms = [types[item.output[0]] for item in written.graph.node if item.op_type == "LayerNormalization"]
+    assert norms.count("tensor(float)") == 12
+    islands = [item.name for item in written.graph.node if types.get(item.output[0]) == "tensor(float)"]
+    feeds = []
+    for text in TEXTS:
+        ids = np.array([converted.reference.tokenize(text)])
+        feed = {"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}
+        feeds.append({name: feed[name] for name in converted.settings.inputs})
+    found = np.concatenate([outputs[0] for outputs in emulated(model, feeds, islands=islands).outputs])
+    cosines = (found * converted.wanted).sum(1) / np.linalg.norm(found, axis=1)
+    assert cosines.min() >= 0.9995
 
 
 @pytest.mark.real

@@ -5,10 +5,12 @@ import types
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 from assets import efficientnet_weights, photos
 from PIL import Image
 
+from edge_convert.convert.fp16 import emulated, first_fault, prepared
 from edge_convert.convert.recipe import Request
 from edge_convert.convert.recipes.image_classification import RECIPE, read_preprocessing
 from edge_convert.convert.source import open_source
@@ -155,3 +157,8 @@ def test_efficientnet_agrees_with_the_original(tmp_path):
         found = np.concatenate([run(graph["classifier"].path, frame[None]) for frame in frames])
         assert (found.argmax(1) == wanted.argmax(1)).mean() >= agreement, precision
         assert np.abs(found - wanted).max() < error, precision
+    fp32 = prepared(onnx.load(graphs["classifier"].path))
+    rounded = emulated(fp32, [{"frames": frame[None]} for frame in frames])
+    found = np.concatenate([outputs[0] for outputs in rounded.outputs])
+    assert first_fault(fp32, rounded.values) is None
+    assert (found.argmax(1) == wanted.argmax(1)).mean() >= 0.99

@@ -6,6 +6,7 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from edge_convert.convert.fp16 import to_float16
 from edge_convert.convert.mixed_precision import node_costs, shield, worst
 from edge_convert.convert.quantize import (
     _write_dynamic,
@@ -16,7 +17,6 @@ from edge_convert.convert.quantize import (
     quantise_static,
     rename_output,
     split_outliers,
-    to_float16,
 )
 from edge_convert.convert.rounding import columns, compensated
 from edge_convert.runtime.errors import ExportError
