@@ -13,8 +13,8 @@ MANIFEST_NAME = "manifest.json"
 _MANIFEST_MAX_BYTES = 64 << 20
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """The folder's manifest, parsed and checked; its files are not looked at."""
+def read_manifest_text(folder: Path) -> str:
+    """The text of the folder's manifest, which need not be one."""
     path = folder / MANIFEST_NAME
     try:
         mode = path.lstat()
@@ -36,7 +36,12 @@ def read_manifest(folder: Path) -> Manifest:
         raise ManifestError(f"{MANIFEST_NAME} is not UTF-8 text. Copy the bundle again.") from error
     except OSError as error:
         raise BundleError(f"{path} cannot be read: {error.strerror}. Check its permissions.") from error
-    return Manifest.from_json(text)
+    return text
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The folder's manifest, parsed and checked; its files are not looked at."""
+    return Manifest.from_json(read_manifest_text(folder))
 
 
 def walk(folder: Path, prefix: str = "") -> dict[str, int]:

@@ -184,6 +184,23 @@ class Manifest:
         return manifest
 
 
+def files_of_older_version(text: str) -> set[str] | None:
+    """The files that a manifest of an older schema version lists; None if `text` is not such a manifest."""
+    try:
+        value = load_json(text)
+    except ValueError:
+        return None
+    if not isinstance(value, dict) or not {"task", "target", "graphs", "files"} <= set(value):
+        return None
+    version, files = value.get("schema_version"), value["files"]
+    if not isinstance(version, int) or isinstance(version, bool) or version >= SCHEMA_VERSION:
+        return None
+    try:
+        return {check_file_name(name) for name in files} if isinstance(files, dict) else None
+    except ManifestError:
+        return None
+
+
 def _check_version(version: int) -> None:
     if version != SCHEMA_VERSION:
         raise ManifestError(

@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from edge_convert.runtime.errors import BundleError, ManifestError, OutputError, clip, shown
-from edge_convert.runtime.folder import MANIFEST_NAME, read_manifest, walk
+from edge_convert.runtime.folder import MANIFEST_NAME, read_manifest_text, walk
+from edge_convert.runtime.manifest import Manifest, files_of_older_version
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -95,7 +96,8 @@ def _not_a_bundle(folder: Path) -> str | None:
     if not os.path.lexists(folder / MANIFEST_NAME):
         return f"it holds other things than a bundle and has no {MANIFEST_NAME}"
     try:
-        listed = {*read_manifest(folder).files, MANIFEST_NAME}
+        text = read_manifest_text(folder)
+        listed = {*(files_of_older_version(text) or Manifest.from_json(text).files), MANIFEST_NAME}
         found = walk(folder)
     except ManifestError as error:
         return f"its {MANIFEST_NAME} is not that of a bundle of this version ({str(error).rstrip('.')})"

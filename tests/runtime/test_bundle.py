@@ -306,6 +306,18 @@ def test_a_failed_replacement_keeps_the_old_bundle(tmp_path: Path, monkeypatch: 
     assert names(tmp_path) == {"out"}
 
 
+def test_force_replaces_a_bundle_of_an_older_schema_version(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    make(folder)
+    rewrite(folder, lambda content: content.update(schema_version=1, of_that_version=True))
+    (folder / "mine.txt").write_text("not listed")
+    with pytest.raises(OutputError, match=r"holds 'mine\.txt'"):
+        enter(folder, force=True)
+    (folder / "mine.txt").unlink()
+    enter(folder, force=True)
+    assert names(folder) == {"new"}
+
+
 def test_force_never_replaces_what_is_no_bundle(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.tex").write_bytes(b"")
