@@ -24,6 +24,7 @@ from edge_convert.convert import decoder_passes as passes
 from edge_convert.convert.chatter import captured
 from edge_convert.convert.decoder_probe import Probe
 from edge_convert.convert.decoder_quantize import (
+    COARSE_TABLE,
     INT4_FINE,
     INT8,
     WeightPlan,
@@ -51,7 +52,6 @@ NEAREST = (WeightFormat(4, 32, "nearest"),)
 SHRINK = (WeightFormat(4, 32, "shrink"),)
 COARSE = (WeightFormat(4, 64, "shrink"),)
 HQQ = (WeightFormat(4, 32, "hqq"),)
-TABLE = WeightFormat(8, 64)
 
 
 def plans(model: Any, level: int) -> dict[str, WeightPlan | str]:
@@ -60,13 +60,13 @@ def plans(model: Any, level: int) -> dict[str, WeightPlan | str]:
     down = {name: INT8 for name in names if "/down_proj/" in name}
     wide = {name: INT8 for name in names if "/down_proj/" in name or "/o_proj/" in name or "/qkv_proj/" in name}
     return {
-        "int4, block 64": WeightPlan(COARSE, TABLE, level),
-        "int4, nearest, block 32": WeightPlan(NEAREST, TABLE, level),
-        "int4, least squares, block 32": WeightPlan(SHRINK, TABLE, level),
-        "int4, HQQ, block 32": WeightPlan(HQQ, TABLE, level),
+        "int4, block 64": WeightPlan(COARSE, COARSE_TABLE, level),
+        "int4, nearest, block 32": WeightPlan(NEAREST, COARSE_TABLE, level),
+        "int4, least squares, block 32": WeightPlan(SHRINK, COARSE_TABLE, level),
+        "int4, HQQ, block 32": WeightPlan(HQQ, COARSE_TABLE, level),
         "int4 as `--precision int4` writes it": uniform_plan("int4", model, level),
-        "int4, down_proj in int8": WeightPlan(INT4_FINE, TABLE, level, down),
-        "int4, all but gate and up in int8": WeightPlan(INT4_FINE, TABLE, level, wide),
+        "int4, down_proj in int8": WeightPlan(INT4_FINE, COARSE_TABLE, level, down),
+        "int4, all but gate and up in int8": WeightPlan(INT4_FINE, COARSE_TABLE, level, wide),
         "int8": uniform_plan("int8", model, level),
         "fp16 stored, fp32 computed": "fp16",
         "fp32": "fp32",

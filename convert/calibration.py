@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_convert.convert.graph_tools import Feed, cpu_session, with_outputs
 from edge_convert.runtime.errors import ConversionError, UsageError
 
 if TYPE_CHECKING:
     import onnx
 
-Feed = dict[str, NDArray[Any]]
 Range = tuple[float, float]  # least and largest value that is represented
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 MIN_IMAGES = 8
@@ -147,20 +147,11 @@ def least_error_range(counts: NDArray[Any], extremes: Range) -> Range:
 
 def _values(model: onnx.ModelProto, names: Sequence[str], feeds: Sequence[Feed]) -> Iterator[tuple[str, NDArray[Any]]]:
     """Each of the values `names` on each of the feeds, one feed at a time."""
-    import onnx
-    import onnxruntime as ort
-    from onnx import helper
-
     if not names:
         return
-    probed = onnx.ModelProto()
-    probed.CopyFrom(model)
-    known = {value.name for value in (*probed.graph.output, *probed.graph.input)}
-    probed.graph.output.extend(helper.make_empty_tensor_value_info(name) for name in names if name not in known)
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    session = ort.InferenceSession(probed.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    inside = [name for name in names if name not in {value.name for value in probed.graph.input}]
+    given = {value.name for value in model.graph.input}
+    inside = [name for name in names if name not in given]
+    session = cpu_session(with_outputs(model, inside))
     for feed in feeds:
         found = dict(zip(inside, session.run(inside, feed) if inside else [], strict=True))
         yield from ((name, found.get(name, feed.get(name))) for name in names)  # type: ignore[misc]

@@ -11,6 +11,7 @@ from pathlib import Path
 from edge_convert.convert.recipe import Request
 from edge_convert.runtime.errors import ConversionError
 from edge_convert.runtime.manifest import AUTO
+from edge_convert.validate.texts import unescaped
 
 SUFFIX = ".txt"
 MIN_TEXTS = 8
@@ -54,5 +55,5 @@ def check_texts(request: Request) -> tuple[str, ...]:
 
 
 def _texts(raw: str) -> list[str]:
-    lines = [line.replace("\\n", "\n").replace("\\t", "\t").strip() for line in raw.splitlines()]
+    lines = [unescaped(line).strip() for line in raw.splitlines()]
     return [line for line in lines if len(line) >= _SHORTEST]

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from edge_convert.convert.graph_tools import cpu_session
 from edge_convert.convert.recipe import Exported
 from edge_convert.runtime.threads import available_cpus
 
@@ -28,18 +29,11 @@ class Probe:
     """
 
     def __init__(self, graph: Exported, exchangeable: Sequence[str] = ()) -> None:
-        import onnxruntime as ort
-
         assert graph.cache is not None
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = available_cpus()
-        options.log_severity_level = 3
-        path = graph.path
-        if exchangeable:
-            options.add_session_config_entry("session.disable_prepacking", "1")
-            path = _with_inputs(graph.path, exchangeable)
+        path = _with_inputs(graph.path, exchangeable) if exchangeable else graph.path
+        settings = {"session.disable_prepacking": "1"} if exchangeable else {}
         try:
-            self._session: Any = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+            self._session: Any = cpu_session(path, threads=available_cpus(), settings=settings)
         finally:
             if path != graph.path:
                 path.unlink()

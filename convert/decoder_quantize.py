@@ -26,6 +26,7 @@ TABLE = "embedding"
 # Formats to try in turn: the grid that the weights already lie on, else one that rounds them.
 _GRID = WeightFormat(4, 32, "grid")
 INT8 = (WeightFormat(8, 32),)
+COARSE_TABLE = WeightFormat(8, 64)
 INT4 = (_GRID, WeightFormat(4, 32, "shrink"))
 INT4_COARSE = (_GRID, WeightFormat(4, 64, "shrink"))
 INT4_FINE = (_GRID, WeightFormat(4, 32, "hqq"))
@@ -57,7 +58,7 @@ def uniform_plan(precision: str, model: ir.Model, accuracy_level: int) -> Weight
         return WeightPlan(INT8, WeightFormat(8, 32), accuracy_level)
     names = [str(node.name) for node in linear_layers(model)]
     coarse = {name: INT4_COARSE for name in names if any(part in name for part in _GATES)}
-    return WeightPlan(INT4, WeightFormat(8, 64), accuracy_level, coarse)
+    return WeightPlan(INT4, COARSE_TABLE, accuracy_level, coarse)
 
 
 def linear_layers(model: ir.Model) -> Iterator[ir.Node]:

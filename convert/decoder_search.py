@@ -6,7 +6,6 @@ never judge the bundle. Layers go back to the wider format by what that saves fo
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import numpy.typing as npt
 from edge_convert.convert import decoder_passes as passes
 from edge_convert.convert.decoder_probe import Probe
 from edge_convert.convert.decoder_quantize import (
+    COARSE_TABLE,
     INT4_FINE,
     INT8,
     WeightPlan,
@@ -33,13 +33,10 @@ from edge_convert.convert.search import Build, Graphs, Search, Trial, drawn_in
 from edge_convert.convert.weight_formats import WeightFormat, dequantise_rows, stored_bytes
 from edge_convert.validate import metrics
 
-log = logging.getLogger(__name__)
-
 Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 Formats = tuple[WeightFormat, ...]
 
-TABLE = WeightFormat(8, 64)
 _FP32_SHARES = (1 / 16, 1 / 4)  # of the layers
 _COST_TEXTS = 2  # the texts that one layer's cost is measured on
 
@@ -95,7 +92,7 @@ def search_decoder(search: Search, source: Exported, judge: Judge, *, accuracy_l
     coarse = attempt("int4", uniform_plan("int4", model, accuracy_level))
     if not coarse.refused:
         return coarse
-    fine = attempt("int4, finer blocks", WeightPlan(INT4_FINE, TABLE, accuracy_level))
+    fine = attempt("int4, finer blocks", WeightPlan(INT4_FINE, COARSE_TABLE, accuracy_level))
     if not fine.refused:
         return fine
     int8 = attempt("int8", uniform_plan("int8", model, accuracy_level))
@@ -105,7 +102,7 @@ def search_decoder(search: Search, source: Exported, judge: Judge, *, accuracy_l
         def mixed(count: int) -> Trial:
             nodes = dict.fromkeys(order[:count], INT8)
             name = f"int4, {count} of {len(order)} layers in int8"
-            return attempt(name, WeightPlan(INT4_FINE, TABLE, accuracy_level, nodes))
+            return attempt(name, WeightPlan(INT4_FINE, COARSE_TABLE, accuracy_level, nodes))
 
         _fewest(mixed, _expected_count(search, fine, int8, left), len(order))
         return search.best()
@@ -116,7 +113,7 @@ def search_decoder(search: Search, source: Exported, judge: Judge, *, accuracy_l
     order, _ = _order(search, source, judge, INT8, None)
     for share in _FP32_SHARES:
         count = math.ceil(share * len(order))
-        plan = WeightPlan(INT8, TABLE, 0, dict.fromkeys(order[:count]))
+        plan = WeightPlan(INT8, COARSE_TABLE, 0, dict.fromkeys(order[:count]))
         trial = attempt(f"int8, {count} of {len(order)} layers in fp32", plan)
         if not trial.refused:
             return trial

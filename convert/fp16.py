@@ -12,12 +12,13 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_convert.convert.calibration import Feed, token_feeds
+from edge_convert.convert.calibration import token_feeds
+from edge_convert.convert.graph_tools import Feed, cpu_session, replace_items, spread, with_outputs
 from edge_convert.convert.interrupt import raise_if_interrupted
 from edge_convert.runtime.errors import ExportError
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Item = TypeVar("Item")
 LARGEST = 65504.0  # of float16
 SMALLEST_NORMAL = 2.0**-14  # below it float16 loses bits, and from 2^-25 on everything
 SAFE = LARGEST / 8  # for what inputs change: MiniLM on real texts goes 4.2 times as far as on random tokens
@@ -149,17 +149,10 @@ def prepared(model: onnx.ModelProto) -> onnx.ModelProto:
             node.name = f"{node.name or node.op_type}_fp16_{index}"
         taken.add(node.name)
         nodes.append(node)
-    _replace(made.graph.node, nodes)
+    replace_items(made.graph.node, nodes)
     weights = {tensor.name for tensor in made.graph.initializer}
-    _replace(made.graph.input, [value for value in made.graph.input if value.name not in weights])
+    replace_items(made.graph.input, [value for value in made.graph.input if value.name not in weights])
     return made
-
-
-def spread(items: Sequence[Item], most: int) -> list[Item]:
-    """At most `most` of the items, evenly spread."""
-    if not items:
-        return []
-    return [items[at] for at in np.linspace(0, len(items) - 1, min(most, len(items))).astype(int)]
 
 
 def text_feeds(model: onnx.ModelProto) -> list[Feed]:
@@ -213,7 +206,8 @@ def summarise(value: NDArray[np.float32]) -> Measured:
 def value_types(model: onnx.ModelProto) -> dict[str, str]:
     """The type of each value that a node gives, as ONNX Runtime names it: tensor(float), tensor(float16), ..."""
     names = [name for node in model.graph.node for name in node.output if name]
-    return {value.name: value.type for value in _session(model, names).get_outputs()}
+    found = {value.name: value.type for value in _session(model, names).get_outputs()}
+    return {name: found[name] for name in names}
 
 
 def first_fault(model: onnx.ModelProto, values: Mapping[str, Measured]) -> tuple[str, str] | None:
@@ -322,9 +316,9 @@ def emulation(model: onnx.ModelProto, floats: Collection[str], islands: Collecti
                 node.output[at] = name + _EXACT
                 nodes += _rounding(name + _EXACT, name)
                 stored.add(name)
-    _replace(made.graph.node, nodes)
+    replace_items(made.graph.node, nodes)
     read = {name for node in nodes for name in _reads(node)} | {value.name for value in made.graph.output}
-    _replace(made.graph.initializer, [tensor for tensor in made.graph.initializer if tensor.name in read])
+    replace_items(made.graph.initializer, [tensor for tensor in made.graph.initializer if tensor.name in read])
     return made
 
 
@@ -373,7 +367,7 @@ def convert(model: onnx.ModelProto, values: Mapping[str, Measured], islands: Col
         for name in node.output
         if name in values and name not in outside
     ]
-    _replace(typed.graph.value_info, [*kept, *known])
+    replace_items(typed.graph.value_info, [*kept, *known])
     try:
         half = convert_float_to_float16(
             typed,
@@ -624,8 +618,10 @@ def _join_islands(half: onnx.ModelProto, own: Collection[str]) -> None:
             joined = [up.get(name, name) if name not in outputs else name for name in names]
             names[:] = [renamed.get(name, name) for name in joined]
     read = outputs | {name for node in nodes for name in _reads(node)}
-    _replace(graph.node, [node for node in nodes if not (_made_cast(node, 10, own) and node.output[0] not in read)])
-    _replace(graph.value_info, [])
+    replace_items(
+        graph.node, [node for node in nodes if not (_made_cast(node, 10, own) and node.output[0] not in read)]
+    )
+    replace_items(graph.value_info, [])
 
 
 def _made_cast(node: onnx.NodeProto, kind: int, own: Collection[str]) -> bool:
@@ -685,7 +681,7 @@ def _sort(model: onnx.ModelProto) -> None:
             if not state[at]:
                 state[at] = True
                 order.append(at)
-    _replace(model.graph.node, [nodes[at] for at in order])
+    replace_items(model.graph.node, [nodes[at] for at in order])
 
 
 def _reads(node: onnx.NodeProto) -> list[str]:
@@ -736,21 +732,9 @@ def _merge(found: dict[str, Measured], values: Iterable[tuple[str, Any]]) -> Non
 
 
 def _session(model: onnx.ModelProto, outputs: Sequence[str]) -> Any:
-    """The graph on the CPU as it is written, giving the values `outputs`."""
-    import onnx
-    import onnxruntime as ort
-    from onnx import helper
-
-    probed = onnx.ModelProto()
-    probed.CopyFrom(model)
-    known = {value.name: value for value in model.graph.output}
-    kept = [known.get(name) or helper.make_empty_tensor_value_info(name) for name in outputs]
-    _replace(probed.graph.output, kept)
-    options = ort.SessionOptions()
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.log_severity_level = 3
+    """The graph on the CPU as it is written, giving the values `outputs` too."""
     try:
-        return ort.InferenceSession(probed.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        return cpu_session(with_outputs(model, outputs), optimise=False)
     except Exception as error:
         raise_if_interrupted(error)
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -759,10 +743,3 @@ def _session(model: onnx.ModelProto, outputs: Sequence[str]) -> Any:
 
 def _described(node: str, value: str, values: Mapping[str, Measured]) -> str:
     return f"{'NaN' if values[value].nan else 'infinity'} in {value} at node {node}"
-
-
-def _replace(field: Any, items: Sequence[Any]) -> None:
-    """Put copies of `items` into a repeated field in place of what it holds."""
-    kept = [type(item).FromString(item.SerializeToString()) for item in items]
-    del field[:]
-    field.extend(kept)

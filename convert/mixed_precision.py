@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_convert.convert.graph_tools import Feed, cpu_session, replace_items, spread
+
 if TYPE_CHECKING:
     import onnx
 
-Feed = dict[str, NDArray[Any]]
 Scales = tuple[NDArray[Any], NDArray[Any]]  # scale and zero point
 OutputError = Callable[[NDArray[Any], NDArray[Any]], float]  # of the original's output and the other's
 MAX_FEEDS = 4
@@ -49,7 +50,7 @@ def node_costs(
         feeds: calibration feeds; `MAX_FEEDS` of them, evenly spread, are run once per node.
         output_error: error of one feed's output.
     """
-    chosen = [feeds[at] for at in np.linspace(0, len(feeds) - 1, min(MAX_FEEDS, len(feeds))).astype(int)]
+    chosen = spread(feeds, MAX_FEEDS)
     expected = _run(original, chosen)
     return {
         node: sum(output_error(*pair) for pair in zip(expected, _run(build(node), chosen), strict=True))
@@ -181,20 +182,12 @@ def _alone(original: onnx.ModelProto, model: onnx.ModelProto, name: str) -> onnx
         node.output[0] = "alone_output"
         after += through("alone_output", wanted, writer.input[1:3], quantise=True)
     at = next(index for index, other in enumerate(graph.graph.node) if other.name == name)
-    nodes = [*graph.graph.node[:at], *before, node, *after, *graph.graph.node[at + 1 :]]
-    copies = [copy.deepcopy(item) for item in nodes]
-    del graph.graph.node[:]
-    graph.graph.node.extend(copies)
+    replace_items(graph.graph.node, [*graph.graph.node[:at], *before, node, *after, *graph.graph.node[at + 1 :]])
     return graph
 
 
 def _run(model: onnx.ModelProto, feeds: Sequence[Feed]) -> list[NDArray[np.float32]]:
     """The first output for each feed, without optimisations across quantised nodes."""
-    import onnxruntime as ort
-
-    options = ort.SessionOptions()
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.log_severity_level = 3
-    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    session = cpu_session(model, optimise=False)
     name = session.get_outputs()[0].name
     return [session.run([name], feed)[0] for feed in feeds]

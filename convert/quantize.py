@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_convert.convert.calibration import Range, activation_ranges, channel_peaks, token_feeds
+from edge_convert.convert.graph_tools import Feed, replace_items
 from edge_convert.convert.mixed_precision import (
     OutputError,
     cosine_error,
@@ -32,7 +33,6 @@ from edge_convert.runtime.errors import ConversionError, ExportError
 if TYPE_CHECKING:
     import onnx
 
-Feed = dict[str, NDArray[Any]]
 _CHANNELS_PER_COPY = 64  # channels of a product's input for each that is added to divide outliers
 _MIN_COPIES = 8
 _WORTH_SPLITTING = 1.5  # of the peak
@@ -139,9 +139,9 @@ def split_outliers(model: onnx.ModelProto, feeds: Sequence[Feed], *, exclude: It
             node.input[0], node.input[1] = wide, f"{node.name}_wide_weight"
             graph.initializer.append(numpy_helper.from_array(np.concatenate([weight, weight[again]]), node.input[1]))
     nodes = [step for node in graph.node for step in (*new.get(node.name, ()), node)]
-    _replace(graph.node, nodes)
+    replace_items(graph.node, nodes)
     used = {name for node in graph.node for name in node.input}
-    _replace(graph.initializer, [tensor for tensor in graph.initializer if tensor.name in used])
+    replace_items(graph.initializer, [tensor for tensor in graph.initializer if tensor.name in used])
     return len(new)
 
 
@@ -151,7 +151,8 @@ def quantise_static(
     """int8 weights per output channel and int8 activations with fixed scales, in QDQ form.
 
     Ranges of activations are those of least squared error (`activation_ranges`), weights are rounded so that
-    errors cancel on the calibration feeds (`rounding`), and the few convolutions and products whose quantisation costs most on them stay in fp32 (`mixed_precision`).
+    errors cancel on the calibration feeds (`rounding`), and the few convolutions and products whose quantisation
+    costs most on them stay in fp32 (`mixed_precision`).
 
     Args:
         source: fp32 graph; convolutions and their activations should already be folded.
@@ -296,13 +297,6 @@ def _copies(peaks: NDArray[Any], extra: int) -> NDArray[np.int64]:
         fits = np.ceil(peaks / max(middle, 1e-12)).clip(1).sum() - len(peaks) <= extra
         low, high = (low, middle) if fits else (middle, high)
     return np.ceil(peaks / max(high, 1e-12)).clip(1).astype(np.int64)
-
-
-def _replace(field: Any, items: Sequence[Any]) -> None:
-    """Put copies of `items` into a repeated field, in place."""
-    kept = [copy.deepcopy(item) for item in items]
-    del field[:]
-    field.extend(kept)
 
 
 def _quantise_tables(model: onnx.ModelProto, min_elements: int = 100_000) -> None:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_convert.convert.graph_tools import cpu_session, spread, with_outputs
+
 if TYPE_CHECKING:
     import onnx
 
@@ -44,20 +46,15 @@ def round_weights(source: Path, quantised: Path, feeds: Sequence[dict[str, NDArr
         feeds: calibration feeds, of which `MAX_FEEDS` are read, evenly spread.
     """
     import onnx
-    import onnxruntime as ort
-    from onnx import helper, numpy_helper
+    from onnx import numpy_helper
 
-    model, probed = onnx.load(quantised), onnx.load(source)
-    found = _find(probed, model)
-    outside = {value.name for value in probed.graph.input}
+    model, original = onnx.load(quantised), onnx.load(source)
+    found = _find(original, model)
+    outside = {value.name for value in original.graph.input}
     names = [name for name in dict.fromkeys(entry.node.input[0] for entry in found) if name not in outside]
-    known = {value.name for value in probed.graph.output}
-    probed.graph.output.extend(helper.make_empty_tensor_value_info(name) for name in names if name not in known)
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    session = ort.InferenceSession(probed.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    session = cpu_session(with_outputs(original, names))
     moments: list[Floats] = []
-    for feed in [feeds[at] for at in np.linspace(0, len(feeds) - 1, min(MAX_FEEDS, len(feeds))).astype(int)]:
+    for feed in spread(feeds, MAX_FEEDS):
         values = {**feed, **dict(zip(names, session.run(names, feed) if names else [], strict=True))}
         squares = [_moment(columns(entry.node, entry.original, values[entry.node.input[0]])) for entry in found]
         moments = [old + new for old, new in zip(moments, squares, strict=True)] if moments else squares

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import math
 import shutil
 from collections.abc import Callable, Mapping
@@ -18,8 +17,6 @@ from typing import Any
 
 from edge_convert.convert.export_cache import cache_folder, export_key
 from edge_convert.convert.recipe import Exported, Found, Request
-
-log = logging.getLogger(__name__)
 
 # Of the room between a bound and a perfect value: other inputs than those of the search scatter.
 MARGIN = 0.8

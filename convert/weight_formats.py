@@ -48,7 +48,8 @@ class Blocks:
 
     `levels` uint8 (rows, blocks, block), one a byte; `scales` float32 (rows, blocks); `zeros` uint8
     (rows, blocks) or None for the middle, 2**(bits - 1); `fraction` is the matrix (rows, blocks) of fractions,
-    quantised with the same bits and block, or None for none. A fraction is at most half a step, so its own rounding leaves 1/30 of a step.
+    quantised with the same bits and block, or None for none. A fraction is at most half a step, so its own rounding
+    leaves 1/30 of a step.
     Columns past the end of the matrix have the value of a zero input, so nothing of them is seen.
     """
 
@@ -163,19 +164,16 @@ def _blocked(weights: Floats, block: int) -> Floats:
 
 
 def _nearest(grouped: Floats, bits: int) -> _Part:
-    if bits == 8:
-        return _symmetric(grouped, np.abs(grouped).max(axis=2) / 127, bits)
-    return _ranged(grouped, bits, _SHRINKS[:1])
+    return _symmetric(grouped, bits) if bits == 8 else _ranged(grouped, bits, _SHRINKS[:1])
 
 
 def _shrink(grouped: Floats, bits: int) -> _Part:
-    return (
-        _symmetric(grouped, np.abs(grouped).max(axis=2) / 127, bits) if bits == 8 else _ranged(grouped, bits, _SHRINKS)
-    )
+    return _symmetric(grouped, bits) if bits == 8 else _ranged(grouped, bits, _SHRINKS)
 
 
-def _symmetric(grouped: Floats, scales: Floats, bits: int) -> _Part:
+def _symmetric(grouped: Floats, bits: int) -> _Part:
     middle = 1 << (bits - 1)
+    scales = np.abs(grouped).max(axis=2) / (middle - 1)
     safe = np.where(scales > 0, scales, 1)
     levels = np.clip(np.rint(grouped / safe[:, :, None]) + middle, 0, 2 * middle - 1)
     return _Part(bits, levels.astype(np.uint8), scales.astype(np.float32))
@@ -272,4 +270,3 @@ _METHODS: dict[str, Callable[[Floats, int], _Part | None]] = {
     "hqq": _hqq,
     "grid": _grid,
 }
-METHODS = tuple(_METHODS)

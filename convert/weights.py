@@ -119,12 +119,11 @@ def compute_in_fp32(model: torch.nn.Module) -> torch.nn.Module:
             kept.add(id(module.weight))
         else:
             widened |= {id(tensor) for tensor in module._parameters.values()}  # a weight may be tied to a plain one
+    kept -= widened
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for tensor in tensors.values():
-                if tensor is None or not tensor.is_floating_point():
-                    continue
-                if id(tensor) in widened or id(tensor) not in kept:
+                if tensor is not None and tensor.is_floating_point() and id(tensor) not in kept:
                     tensor.data = tensor.data.float()
     return model
 

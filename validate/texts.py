@@ -22,8 +22,12 @@ CHATS: tuple[tuple[dict[str, str], ...], ...] = (
 def load_texts() -> list[str]:
     r"""All texts in order; `\n` and `\t` in the file stand for a newline and a tab."""
     raw = resources.files("edge_convert.validate").joinpath("texts.txt").read_text(encoding="utf-8")
-    lines = raw.removesuffix("\n").split("\n")
-    return [line.replace("\\n", "\n").replace("\\t", "\t") for line in lines]
+    return [unescaped(line) for line in raw.removesuffix("\n").split("\n")]
+
+
+def unescaped(line: str) -> str:
+    r"""A line of a file of texts with `\n` and `\t` as a newline and a tab."""
+    return line.replace("\\n", "\n").replace("\\t", "\t")
 
 
 def long_texts(count: int) -> list[str]:

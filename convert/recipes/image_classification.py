@@ -18,9 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_convert.convert.calibration import calibration_images, image_files, judging_images
-from edge_convert.convert.fp16 import spread, to_float16
+from edge_convert.convert.fp16 import to_float16
+from edge_convert.convert.graph_tools import Feed, spread
 from edge_convert.convert.interrupt import raise_if_disk_full, raise_if_interrupted
-from edge_convert.convert.quantize import Feed, fold_constants, quantise_static
+from edge_convert.convert.quantize import fold_constants, quantise_static
 from edge_convert.convert.recipe import Exported, Recipe, Request
 from edge_convert.convert.recipes.ladder import search_classifier
 from edge_convert.convert.source import load_factory

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 
 from edge_convert.convert.calibration import calibration_images
 from edge_convert.convert.calibration_texts import calibration_texts
-from edge_convert.convert.recipe import Exported, Found, Request
+from edge_convert.convert.graph_tools import cpu_session
+from edge_convert.convert.recipe import Found, Request
 from edge_convert.convert.search import Build, Graphs, Measure, Search, open_journal
 from edge_convert.runtime.errors import ExportError
 from edge_convert.runtime.manifest import AUTO
@@ -39,7 +40,7 @@ def search_encoder(
     expected = np.asarray(original.embed(texts))
 
     def measure(built: Graphs) -> dict[str, float]:
-        session = _open(built["encoder"])
+        session = cpu_session(built["encoder"].path, threads=available_cpus())
         names = {item.name for item in session.get_inputs()}
         found = []
         for row in ids:
@@ -64,7 +65,7 @@ def search_classifier(
     expected = in_batches(original.logits, frames)
 
     def measure(built: Graphs) -> dict[str, float]:
-        session = _open(built["classifier"])
+        session = cpu_session(built["classifier"].path, threads=available_cpus())
         name = session.get_inputs()[0].name
         found = in_batches(lambda batch: np.asarray(session.run(None, {name: batch})[0], np.float32), frames)
         return {
@@ -102,12 +103,3 @@ def _climb(
                 raise
             request.progress(f"fp16 is left out: {error}")
     return search.found()
-
-
-def _open(graph: Exported) -> Any:
-    import onnxruntime as ort
-
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = available_cpus()
-    options.log_severity_level = 3
-    return ort.InferenceSession(str(graph.path), options, providers=["CPUExecutionProvider"])

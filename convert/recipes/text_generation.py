@@ -125,10 +125,6 @@ def _wide(request: Request, graphs: dict[str, Exported]) -> Build:
     def build(folder: Path) -> Graphs:
         if request.precision == "fp16" and _on_cuda(request):
             return export(request, folder)
-        if request.precision == "fp32":
-            model = passes.load_graph(graphs["decoder"].path)
-            passes.save_graph(model, folder / GRAPH_FILE)
-            return {"decoder": replace(graphs["decoder"], path=folder / GRAPH_FILE)}
         return quantise(request, graphs, folder)
 
     return build
