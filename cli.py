@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edge_convert import __version__
-from edge_convert.cli_paths import need_folder, need_source, open_bundle, plain_name, profile_of
+from edge_convert.cli_paths import need_calibration, need_source, open_bundle, plain_name, profile_of
 from edge_convert.cli_run import run_inputs
 from edge_convert.console import (
     THREADS_HELP,
@@ -32,8 +32,11 @@ from edge_convert.runtime.errors import UnknownNameError, UsageError
 from edge_convert.runtime.manifest import AUTO, REQUESTS, TASKS
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from edge_convert.runtime.bundle import Bundle
     from edge_convert.validate.report import Report
+    from edge_convert.wrappers.image import ImageLike
 
 
 def _task_name(_ctx: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
@@ -48,7 +51,7 @@ def _precision_name(_ctx: click.Context, _parameter: click.Parameter, value: str
     return value
 
 
-_FOLDER = click.Path(path_type=Path, file_okay=False)
+_CALIBRATION = click.Path(path_type=Path)
 _FILE = click.Path(path_type=Path, dir_okay=False, exists=True)
 _BUNDLE = click.argument("bundle", type=click.Path(path_type=Path))
 _STRICT = click.option("--strict", is_flag=True, help="A gate that could not run counts as failed (exit code 3).")
@@ -100,7 +103,7 @@ def main() -> None:
     metavar="TOKENS",
     help="Tokens that the cache holds.  [default: the target's]",
 )
-@click.option("--calibration", type=_FOLDER, help="Folder of images or texts from the field.")
+@click.option("--calibration", type=_CALIBRATION, help="Folder, or .npz file, of images or texts from the field.")
 @_TARGETS_FILE
 @click.option("--no-validate", is_flag=True, help="Write the bundle without comparing it to the original.")
 @_STRICT
@@ -125,7 +128,7 @@ def model(
     started = time.perf_counter()
     profile = load_profile(target, targets_file)
     need_source(source)
-    need_folder(calibration, "calibration")
+    need_calibration(calibration)
     if no_validate and strict:
         raise UsageError("--strict needs the validation that --no-validate leaves out. Give one of the two.")
     place = output or Path(f"{plain_name(source)}-{profile.name}")
@@ -163,7 +166,7 @@ def model(
 @main.command(short_help="Run a bundle's gates again, write report.json.")
 @_BUNDLE
 @click.option("--source", help="The original, for numeric gates on all texts or images; else golden data only.")
-@click.option("--calibration", type=_FOLDER, help="Folder of images for image-classification.")
+@click.option("--calibration", type=_CALIBRATION, help="Folder, or .npz file, of images for image-classification.")
 @click.option("--threads", type=click.IntRange(min=1), help=THREADS_HELP)
 @click.option("--no-latency", is_flag=True, help="Leave out the latency measurements.")
 @_STRICT
@@ -183,21 +186,22 @@ def validate(
     refuse_options({"calibration": "image-classification"}, opened.manifest.task)
     if source is not None:
         need_source(source)
-    need_folder(calibration, "calibration")
+    need_calibration(calibration)
     with work() as progress:
         from edge_convert.validate.report import REPORT_FILE, stored_report
         from edge_convert.validate.suites import validate_bundle
 
-        reference, images = None, []
+        reference = None
+        images: Sequence[ImageLike] = ()
         if source is not None:
             from edge_convert.convert.pipeline import load_reference
 
             progress("loading the original")
             reference = load_reference(source, bundle=opened)
-        if calibration is not None:
-            from edge_convert.convert.calibration import judging_images
+        if calibration is not None or (reference is not None and opened.manifest.task == "image-classification"):
+            from edge_convert.convert.photos import read_photos
 
-            images = judging_images(calibration)
+            images = read_photos(calibration).judging
         report = validate_bundle(
             opened, reference, images=images, threads=threads, measure_latency=not no_latency, progress=progress
         )

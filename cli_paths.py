@@ -21,10 +21,12 @@ def open_bundle(path: Path) -> Bundle:
     return Bundle.open(path)
 
 
-def need_folder(path: Path | None, name: str) -> None:
-    """Raise UsageError if a folder was given and is not there."""
-    if path is not None and not path.is_dir():
-        raise UsageError(f"The {name} folder {path} does not exist. Give a folder of images or texts.")
+def need_calibration(path: Path | None) -> None:
+    """Raise UsageError if calibration inputs were given that are neither a folder nor a .npz file."""
+    if path is None or path.is_dir() or (path.is_file() and path.suffix == ".npz"):
+        return
+    found = "is neither" if path.exists() else "does not exist"
+    raise UsageError(f"--calibration {path} {found}. Give a folder of images or of .txt files, or a .npz file.")
 
 
 def profile_of(bundle: Bundle, on_cpu: bool) -> DeviceProfile | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,14 +17,14 @@ if TYPE_CHECKING:
 
 Scales = tuple[NDArray[Any], NDArray[Any]]  # scale and zero point
 OutputError = Callable[[NDArray[Any], NDArray[Any]], float]  # of the original's output and the other's
-MAX_FEEDS = 4
-_SHARE = 3.0  # of the mean squared error over the nodes
-_AT_MOST = 1 / 8  # of the convolutions
+MAX_FEEDS = 6
+_SHARE = 1.5  # of the mean squared error over the nodes
+_AT_MOST = 1 / 6  # of the convolutions and products
 
 
-def squared_error(expected: NDArray[Any], found: NDArray[Any]) -> float:
-    """Sum of squared differences."""
-    return float(np.square(expected - found).sum())
+def relative_error(expected: NDArray[Any], found: NDArray[Any]) -> float:
+    """Sum of squared differences over the sum of squares."""
+    return float(np.square(expected - found).sum() / max(np.square(expected).sum(), 1e-30))
 
 
 def cosine_error(expected: NDArray[Any], found: NDArray[Any]) -> float:
@@ -34,27 +33,27 @@ def cosine_error(expected: NDArray[Any], found: NDArray[Any]) -> float:
     return float((1 - (expected * found).sum(-1) / np.maximum(lengths, 1e-12)).sum())
 
 
-def node_costs(
+def output_errors(
     original: onnx.ModelProto,
     build: Callable[[str], onnx.ModelProto],
-    nodes: Iterable[str],
+    names: Iterable[str],
     feeds: Sequence[Feed],
-    output_error: OutputError = squared_error,
+    output_error: OutputError = relative_error,
 ) -> dict[str, float]:
-    """What quantising each of `nodes` alone costs: the error of the first output, summed over the feeds.
+    """The error of the first output, mean over the feeds, of each of the graphs that `build` gives by name.
 
     Args:
         original: fp32 graph.
-        build: gives the graph with only the named node quantised.
-        nodes: names of the nodes to measure.
-        feeds: calibration feeds; `MAX_FEEDS` of them, evenly spread, are run once per node.
+        build: gives the graph called by the name, such as that with only the node of that name quantised.
+        names: of the graphs; one at a time is held.
+        feeds: calibration feeds; `MAX_FEEDS` of them, evenly spread, are run once per graph.
         output_error: error of one feed's output.
     """
     chosen = spread(feeds, MAX_FEEDS)
     expected = _run(original, chosen)
     return {
-        node: sum(output_error(*pair) for pair in zip(expected, _run(build(node), chosen), strict=True))
-        for node in nodes
+        name: float(np.mean([output_error(*pair) for pair in zip(expected, _run(build(name), chosen), strict=True)]))
+        for name in names
     }
 
 
@@ -63,25 +62,46 @@ def worst(costs: dict[str, float], count: int) -> list[str]:
     return sorted(costs, key=lambda name: costs[name], reverse=True)[: max(count, 0)]
 
 
-def sensitive_nodes(source: Path, quantised: Path, feeds: Sequence[Feed]) -> list[str]:
-    """Names of the Conv and Gemm nodes whose quantisation alone costs most, worst first.
+def static_costs(original: onnx.ModelProto, quantised: onnx.ModelProto, feeds: Sequence[Feed]) -> dict[str, float]:
+    """What static int8 of each Conv and Gemm costs by itself (`output_errors`).
 
-    Each is measured by itself (`node_costs`): the fp32 graph with that node's input, weights and output as in
-    `quantised`. A node is named if its squared error is more than `_SHARE` times the mean over the nodes; at
-    most `_AT_MOST` of the nodes are, and never all.
-
-    Args:
-        source: fp32 graph.
-        quantised: int8 graph in QDQ form made from it.
-        feeds: calibration feeds.
+    The fp32 graph is run with that node's input, weights and output as in `quantised`, made from it in QDQ form.
     """
-    import onnx
+    nodes = _candidates(original, quantised)
+    return output_errors(original, lambda node: _alone(original, quantised, node), nodes, feeds)
 
-    original, model = onnx.load(source), onnx.load(quantised)
-    costs = node_costs(original, lambda node: _alone(original, model, node), _candidates(original, model), feeds)
+
+def sensitive(costs: dict[str, float]) -> list[str]:
+    """The nodes to leave in fp32, worst first: those that cost more than `_SHARE` times the mean.
+
+    At most `_AT_MOST` of the nodes, and never all.
+    """
     most = min(math.ceil(len(costs) * _AT_MOST), len(costs) - 1)
     bound = _SHARE * sum(costs.values()) / max(len(costs), 1)
     return [name for name in worst(costs, most) if costs[name] > bound]
+
+
+def free_outputs(model: onnx.ModelProto) -> int:
+    """Give the graph's outputs as they are computed instead of in 256 steps, in place; returns how many.
+
+    Otherwise logits that lie closer than a step are equal, and their order is that of the classes.
+    """
+    graph = model.graph
+    makers = {name: node for node in graph.node for name in node.output}
+    count = 0
+    for output in graph.output:
+        reader = makers.get(output.name)
+        writer = makers.get(reader.input[0]) if reader is not None and reader.op_type == "DequantizeLinear" else None
+        if reader is None or writer is None or writer.op_type != "QuantizeLinear":
+            continue
+        inner = writer.input[0]
+        graph.node.remove(reader)
+        graph.node.remove(writer)
+        for node in graph.node:
+            for names in (node.input, node.output):
+                names[:] = [output.name if name == inner else name for name in names]
+        count += 1
+    return count
 
 
 def shield(model: onnx.ModelProto) -> int:

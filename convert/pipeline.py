@@ -15,8 +15,8 @@ from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 
-from edge_convert.convert.calibration import judging_images
 from edge_convert.convert.export_cache import cached_export
+from edge_convert.convert.photos import read_photos
 from edge_convert.convert.recipe import Exported, Progress, Recipe, Request, find_recipe
 from edge_convert.convert.source import Source, detect_task, open_source
 from edge_convert.convert.stamp import check_finite, read_back, stamp
@@ -112,7 +112,8 @@ def _build(
             graphs, record = found.graphs, found.record
         else:
             request.progress(f"writing {request.precision}")
-            graphs, record = recipe.quantise(request, graphs, _subfolder(work, "quantise")), {}
+            graphs = recipe.quantise(request, graphs, _subfolder(work, "quantise"))
+            record = {name: value for graph in graphs.values() for name, value in graph.measured.items()}
         request.progress(f"stamping for {request.profile.name}")
         graphs = {role: _move(graph, folder) for role, graph in graphs.items()}
     for graph in graphs.values():
@@ -121,7 +122,7 @@ def _build(
     if request.precision != AUTO:
         request.progress("loading the original")
         reference = recipe.reference(request)
-    images = judging_images(request.calibration) if recipe.task == "image-classification" else []
+    images = read_photos(request.calibration).judging if recipe.task == "image-classification" else ()
     request.progress("writing golden data")
     write_golden(folder, recipe.task, reference, images=images)
     manifest = Manifest(
@@ -143,7 +144,7 @@ def _build(
         return None
     bundle = Bundle.open(folder, profile=request.profile)
     report = validate_bundle(bundle, reference, images=images, progress=request.progress)
-    if images and len(images) < _FEW_IMAGES:
+    if request.calibration is not None and images and len(images) < _FEW_IMAGES:
         warnings = (
             *warnings,
             f"Only {len(images)} photos judged this bundle; give {3 * _FEW_IMAGES} or more to trust it.",

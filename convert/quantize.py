@@ -17,14 +17,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_convert.convert.calibration import Range, activation_ranges, channel_peaks, token_feeds
+from edge_convert.convert.calibration import (
+    METHODS,
+    STATIC_OPERATORS,
+    Range,
+    activation_ranges,
+    channel_peaks,
+    observe,
+    token_feeds,
+)
 from edge_convert.convert.graph_tools import Feed, replace_items
 from edge_convert.convert.mixed_precision import (
     OutputError,
     cosine_error,
-    node_costs,
-    sensitive_nodes,
+    free_outputs,
+    output_errors,
+    sensitive,
     shield,
+    static_costs,
     worst,
 )
 from edge_convert.convert.rounding import copy_weights, round_weights
@@ -83,12 +93,12 @@ def product_costs(
     exclude: Iterable[str] = (),
     output_error: OutputError = cosine_error,
 ) -> dict[str, float]:
-    """What dynamic int8 of each product with a constant weight costs by itself (`node_costs`); `exclude` are not."""
+    """What dynamic int8 of each product with a constant weight costs by itself (`output_errors`); `exclude` are not."""
     left_out = set(exclude)
     names = [node.name for node in _products(model) if node.name not in left_out]
     with TemporaryDirectory() as folder:
         path = Path(folder) / "alone.onnx"
-        return node_costs(
+        return output_errors(
             model, lambda name: _write_dynamic(model, path, only=[name]), names, feeds, output_error=output_error
         )
 
@@ -147,39 +157,56 @@ def split_outliers(model: onnx.ModelProto, feeds: Sequence[Feed], *, exclude: It
 
 def quantise_static(
     source: Path, destination: Path, feeds: Iterable[Feed], *, fp32_convolutions: int | None = None
-) -> None:
-    """int8 weights per output channel and int8 activations with fixed scales, in QDQ form.
+) -> dict[str, Any]:
+    """int8 weights per output channel and int8 activations with fixed scales, in QDQ form; graph outputs stay fp32.
 
-    Ranges of activations are those of least squared error (`activation_ranges`), weights are rounded so that
-    errors cancel on the calibration feeds (`rounding`), and the few convolutions and products whose quantisation
-    costs most on them stay in fp32 (`mixed_precision`).
+    Ranges of activations are those of the calibration method (`calibration.METHODS`) whose graph errs least on the
+    feeds, weights are rounded so that errors cancel on them (`rounding`), and the few convolutions and products whose
+    quantisation costs most on them stay in fp32 (`mixed_precision`).
 
     Args:
         source: fp32 graph; convolutions and their activations should already be folded.
         destination: where the int8 graph is written, weights inside.
         feeds: calibration feeds; read once, then held.
         fp32_convolutions: so many of the first convolutions stay in fp32, instead of those measured.
+
+    Returns:
+        What was measured, as plain values. `calibration`: the method that was `chosen` and, by method, the `errors`
+        (squared error of the first output over its square, before weights are rounded). `costs`: what quantising each
+        node alone costs, on the same scale.
     """
     import onnx
 
     feeds = list(feeds)
-    nodes = onnx.load(source, load_external_data=False).graph.node
-    kept = [node.name for node in nodes if node.op_type == "Conv"][: fp32_convolutions or 0]
+    if not feeds:
+        raise ExportError("Static int8 needs calibration feeds to measure activations, and there are none.")
+    original = onnx.load(source)
+    kept = [node.name for node in original.graph.node if node.op_type == "Conv"][: fp32_convolutions or 0]
+    costs: dict[str, float] = {}
     with _quietly("static int8"):
-        ranges = activation_ranges(source, feeds)
-        _write_static(source, destination, feeds, kept, ranges)
+        histograms = observe(original, feeds)
+        ranges = {method: activation_ranges(histograms, method) for method in METHODS}
+
+        def write(method: str) -> onnx.ModelProto:
+            return _write_static(source, destination, feeds[0], kept, ranges[method])
+
+        errors = output_errors(original, write, list(METHODS), feeds)
+        best = min(errors, key=lambda method: errors[method])
+        write(best)
         round_weights(source, destination, feeds)
+        rounded = onnx.load(destination)
         if fp32_convolutions is None:
-            kept = sensitive_nodes(source, destination, feeds)
+            costs = static_costs(original, rounded, feeds)
+            kept = sensitive(costs)
             if kept:
-                rounded = onnx.load(destination)
-                _write_static(source, destination, feeds, kept, ranges)
+                write(best)
                 copy_weights(rounded, destination)
         model = onnx.load(destination)
-        if shield(model):
-            onnx.save(model, destination)
+        shield(model)
+        onnx.save(model, destination)
     if not any(node.op_type == "QuantizeLinear" for node in model.graph.node):
         raise ExportError("Static int8 changed nothing: the graph has no operator that can be quantised.")
+    return {"calibration": {"chosen": best, "errors": errors}, "costs": costs}
 
 
 def fold_constants(source: Path, destination: Path) -> None:
@@ -222,29 +249,33 @@ def rename_output(path: Path, name: str, wanted: str) -> None:
 
 
 def _write_static(
-    source: Path, destination: Path, feeds: list[Feed], exclude: list[str], ranges: Mapping[str, Range] | None = None
-) -> None:
-    """Calibrate on `feeds`, but for the values in `ranges`, and write the QDQ graph, the nodes `exclude` in fp32."""
+    source: Path, destination: Path, feed: Feed, exclude: Sequence[str], ranges: Mapping[str, Range]
+) -> onnx.ModelProto:
+    """Write and return the QDQ graph with activations in `ranges`, the nodes `exclude` in fp32."""
+    import onnx
     from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType, quantize_static
 
     quantize_static(
         source,
         destination,
-        _reader(iter(feeds)),
+        _reader(iter([feed])),  # asked for, though every range is given
         quant_format=QuantFormat.QDQ,
-        op_types_to_quantize=["Conv", "Gemm", "MatMul", "Add", "GlobalAveragePool", "MaxPool", "Clip", "Relu"],
+        op_types_to_quantize=list(STATIC_OPERATORS),
         per_channel=True,
         activation_type=QuantType.QUInt8,
         weight_type=QuantType.QInt8,
         calibrate_method=CalibrationMethod.MinMax,
-        nodes_to_exclude=exclude,
+        nodes_to_exclude=list(exclude),
         extra_options={
             "TensorQuantOverrides": {
-                name: [{"rmin": np.float32(low), "rmax": np.float32(high)}]
-                for name, (low, high) in (ranges or {}).items()
+                name: [{"rmin": np.float32(low), "rmax": np.float32(high)}] for name, (low, high) in ranges.items()
             }
         },
     )
+    model = onnx.load(destination)
+    free_outputs(model)
+    onnx.save(model, destination)
+    return model
 
 
 def _reader(feeds: Iterator[Feed]) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ Progress = Callable[[str], None]
 class Request:
     """One conversion: what, for which device, how precise.
 
-    `calibration` is a folder of images or texts, or None; `context_tokens` caps the cache, or None for
+    `calibration` is a folder or .npz file of images or texts, or None; `context_tokens` caps the cache, or None for
     the smaller of the model's and the target's default.
     """
 
@@ -35,10 +35,11 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """One graph on disk and, for a decoder, its cache."""
+    """One graph on disk, for a decoder its cache, and what was measured to write it (plain values, for the manifest)."""
 
     path: Path
     cache: CacheSpec | None = None
+    measured: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

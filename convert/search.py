@@ -116,7 +116,10 @@ class Search:
         }
         if self.costs:
             record["costs"] = self.costs
-        return Found(self.take(best), record)
+        graphs = self.take(best)
+        for graph in graphs.values():
+            record.update(graph.measured)
+        return Found(graphs, record)
 
     def best(self) -> Trial:
         """The smallest candidate that is within the bounds; if none is, the one that misses them least."""

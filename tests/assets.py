@@ -3,7 +3,7 @@
 Each helper skips the test with the install command when its package is missing. As a program:
 
     python tests/assets.py smollm2_gguf   # prints the path (also minilm_folder, efficientnet_weights)
-    python tests/assets.py photos DIR     # writes 24 photos into DIR and prints DIR
+    python tests/assets.py photos DIR     # writes 27 photos into DIR and prints DIR
 
 or the install command and exit code 1.
 """
@@ -24,8 +24,18 @@ PINS = {
     "scikit-image": "0.26.0",
     "scikit-learn": "1.9.1",
 }
-_SKIMAGE_PHOTOS = ("astronaut.png", "chelsea.png", "coffee.png", "rocket.jpg", "retina.jpg", "motorcycle_left.png")
-_SKLEARN_PHOTOS = ("china.jpg", "flower.jpg")
+_CALIBRATING = {
+    **{
+        f"skimage/data/{name}": "scikit-image"
+        for name in ("astronaut.png", "rocket.jpg", "retina.jpg", "motorcycle_left.png", "hubble_deep_field.jpg")
+    },
+    "sklearn/datasets/images/china.jpg": "scikit-learn",
+}
+_JUDGING = {
+    "skimage/data/chelsea.png": "scikit-image",
+    "skimage/data/coffee.png": "scikit-image",
+    "sklearn/datasets/images/flower.jpg": "scikit-learn",
+}
 
 
 def smollm2_gguf() -> Path:
@@ -51,30 +61,39 @@ def imagenet_names() -> Path:
 
 
 def photos() -> list[Path]:
-    """Eight ordinary colour photos."""
-    skimage = [_locate("scikit-image", f"skimage/data/{name}") for name in _SKIMAGE_PHOTOS]
-    sklearn = [_locate("scikit-learn", f"sklearn/datasets/images/{name}") for name in _SKLEARN_PHOTOS]
-    return [*skimage, *sklearn]
+    """Nine ordinary colour photos."""
+    return [*_photos(_CALIBRATING), *_photos(_JUDGING)]
 
 
 def write_photos(folder: Path) -> Path:
-    """Write the eight photos into `folder`, each whole and as two crops of three quarters of its shorter side."""
+    """Write the nine photos into `folder`, each whole and as two crops of three quarters of its shorter side.
+
+    They are numbered so that every third one, which judges, is of a photo of which no part calibrates.
+    """
     from PIL import Image
 
-    paths = photos()
     folder.mkdir(parents=True, exist_ok=True)
-    for path in paths:
-        with Image.open(path) as opened:
-            photo = opened.convert("RGB")
-        (width, height), side = photo.size, min(photo.size) * 3 // 4
-        boxes = {
-            "whole": (0, 0, width, height),
-            "left": (0, 0, side, side),
-            "right": (width - side, height - side, width, height),
-        }
-        for name, box in boxes.items():
-            photo.crop(box).save(folder / f"{path.stem}-{name}.png")
+    for first, step, paths in ((0, 1, _photos(_CALIBRATING)), (2, 3, _photos(_JUDGING))):
+        position = first
+        for path in paths:
+            with Image.open(path) as opened:
+                photo = opened.convert("RGB")
+            (width, height), side = photo.size, min(photo.size) * 3 // 4
+            boxes = {
+                "whole": (0, 0, width, height),
+                "left": (0, 0, side, side),
+                "right": (width - side, height - side, width, height),
+            }
+            for name, box in boxes.items():
+                photo.crop(box).save(folder / f"{position:02}-{path.stem}-{name}.png")
+                position += step
+                if step == 1 and position % 3 == 2:
+                    position += 1
     return folder
+
+
+def _photos(names: dict[str, str]) -> list[Path]:
+    return [_locate(package, inside) for inside, package in names.items()]
 
 
 def _locate(package: str, inside: str) -> Path:

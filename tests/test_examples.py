@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from edge_convert.convert.calibration import MIN_IMAGES, calibration_images, image_files, judging_images
+from edge_convert.convert.photos import MIN_PHOTOS, read_photos
 from edge_convert.convert.source import load_factory
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "efficientnet_lite0.py"
@@ -18,9 +18,10 @@ EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "efficientnet_lite0
 
 def test_photos_are_enough_to_calibrate_and_to_judge(tmp_path: Path) -> None:
     folder = Path(assets.main(["photos", str(tmp_path / "new" / "photos")]))
-    assert len(image_files(folder)) == 24
-    assert len(calibration_images(folder)) >= MIN_IMAGES
-    assert len(judging_images(folder)) == 8
+    photos = read_photos(folder)
+    assert len(photos.calibrating) == 18 >= MIN_PHOTOS
+    assert {path.name.split("-")[1] for path in photos.judging} == {"chelsea", "coffee", "flower"}
+    assert not {path.name.split("-")[1] for path in photos.calibrating} & {"chelsea", "coffee", "flower"}
     assert assets.main(["photos", str(folder)]) == str(folder)  # again into the same folder
 
 

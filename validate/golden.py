@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from edge_convert.runtime.errors import BundleError, InputError, UnknownNameError, clip, shown
+from edge_convert.runtime.errors import BundleError, UnknownNameError, clip, shown
 from edge_convert.validate.golden_check import check_golden, json_of
 from edge_convert.validate.metrics import log_softmax
 from edge_convert.validate.runner import (
@@ -28,6 +28,7 @@ from edge_convert.validate.texts import CHATS, load_texts, long_texts
 
 if TYPE_CHECKING:
     from edge_convert.runtime.bundle import Bundle
+    from edge_convert.wrappers.image import ImageLike
 
 GOLDEN_FILE = "golden.npz"
 GOLDEN_VERSION = 1
@@ -38,7 +39,7 @@ MAX_IMAGES = 8
 Golden = dict[str, npt.NDArray[Any]]
 
 
-def write_golden(folder: Path, task: str, reference: Reference, *, images: Sequence[Path] = ()) -> Path:
+def write_golden(folder: Path, task: str, reference: Reference, *, images: Sequence[ImageLike] = ()) -> Path:
     """Run the original on a few inputs and write `golden.npz` into `folder`; returns its path."""
     if task == "text-generation":
         arrays = _decoder(cast("DecoderReference", reference))
@@ -141,18 +142,14 @@ def _embedder(reference: EmbedderReference) -> Golden:
     }
 
 
-def _classifier(reference: ClassifierReference, images: Sequence[Path]) -> Golden:
+def _classifier(reference: ClassifierReference, images: Sequence[ImageLike]) -> Golden:
     from PIL import Image
+
+    from edge_convert.wrappers.image import load_image
 
     pixels = synthetic_image()
     synthetic = reference.preprocess(Image.fromarray(pixels))
-    frames = []
-    for path in images[:MAX_IMAGES]:
-        try:
-            with Image.open(path) as opened:
-                frames.append(reference.preprocess(opened.convert("RGB")))
-        except OSError as error:
-            raise InputError(f"{path.name} cannot be read as an image: {error}. Remove it from the folder.") from error
+    frames = [reference.preprocess(load_image(image)) for image in images[:MAX_IMAGES]]
     stacked = np.stack([*frames, synthetic])
     return {
         "pixels": pixels,

@@ -24,15 +24,30 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def tables(manifest: Manifest) -> list[RenderableType]:
-    """The candidates of the search, and each graph's layers with their formats; empty without a search."""
+    """The candidates of the search, and each graph's layers with their formats; empty if nothing was measured."""
     record = manifest.quantisation
     if not record:
         return []
-    shown: list[RenderableType] = [figures.titled("precision search (on calibration inputs)", _tried(record))]
+    shown: list[RenderableType] = []
+    if "tried" in record:
+        shown.append(figures.titled("precision search (on calibration inputs)", _tried(record)))
+    if calibration := record.get("calibration"):
+        shown.append(figures.titled("ranges of activations (on calibration inputs)", _methods(calibration)))
+    unit = "nats of KL divergence" if manifest.task == "text-generation" else "of the output's square"
     for role, graph in manifest.graphs.items():
-        if picture := _picture(graph, record.get("costs") or {}):
+        if picture := _picture(graph, record.get("costs") or {}, unit):
             shown.append(figures.titled(f"weights of {role}", *picture))
     return shown
+
+
+def _methods(calibration: Mapping[str, Any]) -> RenderableType:
+    from rich.text import Text
+
+    table = figures.table("method", "error of the output", "outcome", right=("error of the output",))
+    for method, error in calibration["errors"].items():
+        outcome = Text("chosen", style="bold green") if method == calibration["chosen"] else Text("")
+        table.add_row(method, figures.number(error), outcome)
+    return table
 
 
 def _tried(record: Mapping[str, Any]) -> RenderableType:
@@ -49,15 +64,20 @@ def _tried(record: Mapping[str, Any]) -> RenderableType:
     return table
 
 
-def _picture(graph: GraphSpec, costs: Mapping[str, float]) -> list[RenderableType]:
-    """One row for each kind of layer and one column for each layer, and bars of what int4 or int8 costs it alone."""
+def _picture(graph: GraphSpec, costs: Mapping[str, float], unit: str) -> list[RenderableType]:
+    """One row for each kind of layer and one column for each layer, and bars of what quantising it alone costs.
+
+    A graph whose nodes are not named by layers has one row for all of those that were measured, in their order.
+    """
     from rich.text import Text
 
     grid: dict[str, dict[int, tuple[str, str]]] = {}
     others: list[str] = []
     for node, stored in graph.formats.items():
         match = _LAYER.search(node)
-        if match is None:
+        if match is None and node in costs:
+            grid.setdefault("layers", {})[len(grid.get("layers", {}))] = (node, stored)
+        elif match is None:
             others.append(f"{_short(node)} {stored}")
         else:
             grid.setdefault(match[2], {})[int(match[1])] = (node, stored)
@@ -84,7 +104,7 @@ def _picture(graph: GraphSpec, costs: Mapping[str, float]) -> list[RenderableTyp
             table.add_row(kind, text)
         legend = "one column a layer: 4 int4, 8 int8, h fp16, F fp32"
         if costs:
-            legend += f"; bars: KL divergence of that layer alone, log scale, highest {max(costs.values()):.2g} nats"
+            legend += f"; bars: what quantising it alone costs, log scale, highest {max(costs.values()):.2g} {unit}"
         shown += [table, Text(legend, style="dim")]
     if others:
         listed = others if len(others) <= _FEW else _counted(others)

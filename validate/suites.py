@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from edge_convert.runtime.device import DeviceProfile, with_cpu_only
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from edge_convert.runtime.generate import Decoder
     from edge_convert.runtime.session import Session
     from edge_convert.validate.suites_text import DecoderSubject
+    from edge_convert.wrappers.image import ImageLike
     from edge_convert.wrappers.text import TextGenerator
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ def validate_bundle(
     bundle: Bundle,
     reference: Reference | None,
     *,
-    images: Sequence[Path] = (),
+    images: Sequence[ImageLike] = (),
     threads: int | None = None,
     measure_latency: bool = True,
     progress: Callable[[str], None] = log.info,
@@ -187,7 +187,7 @@ def _embedder(
 def _classifier(
     bundle: Bundle,
     reference: Reference | None,
-    images: Sequence[Path],
+    images: Sequence[ImageLike],
     gates: GateList,
     threads: int | None,
     progress: Callable[[str], None],

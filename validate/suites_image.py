@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -17,6 +16,8 @@ from edge_convert.validate.runner import ClassifierReference
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+    from edge_convert.wrappers.image import ImageLike
 
 MAX_IMAGES = 32
 BATCH = 8
@@ -42,7 +43,7 @@ class ClassifierLike(Protocol):
 def check_classifier(
     classifier: ClassifierLike,
     reference: ClassifierReference,
-    images: Sequence[Path],
+    images: Sequence[ImageLike],
     gates: GateList,
     progress: Callable[[str], None],
 ) -> dict[str, Any]:

@@ -8,7 +8,7 @@ dict: `mean` and `std` (of pixel values 0..255, one number or three), `height`, 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_convert.convert.calibration import calibration_images, image_files, judging_images
 from edge_convert.convert.fp16 import to_float16
 from edge_convert.convert.graph_tools import Feed, spread
 from edge_convert.convert.interrupt import raise_if_disk_full, raise_if_interrupted
+from edge_convert.convert.photos import check_photos, need_photos, photo_name, read_photos
 from edge_convert.convert.quantize import fold_constants, quantise_static
 from edge_convert.convert.recipe import Exported, Recipe, Request
 from edge_convert.convert.recipes.ladder import search_classifier
 from edge_convert.convert.source import load_factory
 from edge_convert.runtime.errors import ConversionError, ExportError, InputError, ManifestError, UnsupportedModelError
 from edge_convert.validate.golden import synthetic_image
-from edge_convert.wrappers.image import ImageSettings, load_image, preprocess
+from edge_convert.wrappers.image import ImageLike, ImageSettings, load_image, preprocess
 
 if TYPE_CHECKING:
     import torch
@@ -119,18 +119,21 @@ def export(request: Request, folder: Path) -> dict[str, Exported]:
 
 
 def quantise(request: Request, graphs: dict[str, Exported], folder: Path) -> dict[str, Exported]:
-    """Write the graph at the asked precision; int8 is static and needs `request.calibration`."""
-    source, path = graphs["classifier"].path, folder / FILE
+    """Write the graph at the asked precision; int8 is static, calibrated on photos."""
     if request.precision == "fp32":
         return graphs
+    return {"classifier": quantise_frames(request, graphs["classifier"].path, _load(request)[1].settings, folder)}
+
+
+def quantise_frames(request: Request, source: Path, settings: ImageSettings, folder: Path) -> Exported:
+    """Write the fp32 graph `source`, which reads frames, in fp16 or int8 into `folder`."""
+    path = folder / FILE
     if request.precision == "fp16":
-        to_float16(source, path, feeds=float16_feeds(request.calibration, _load(request)[1].settings))
-    else:
-        pictures = calibration_images(request.calibration)
-        _, preparation = _load(request)
-        request.progress(f"calibrating on {len(pictures)} images")
-        quantise_static(source, path, _frames(pictures, preparation.settings))
-    return {"classifier": Exported(path)}
+        to_float16(source, path, feeds=float16_feeds(request.calibration, settings))
+        return Exported(path)
+    photos = need_photos(request.calibration)
+    request.progress(f"calibrating on {len(photos.calibrating)} of {photos.origin}")
+    return Exported(path, measured=quantise_static(source, path, frame_feeds(photos.calibrating, settings)))
 
 
 def package(request: Request, folder: Path) -> dict[str, Any]:
@@ -226,35 +229,39 @@ def _load(request: Request) -> tuple[torch.nn.Module, Preprocessing]:
     return FrameClassifier().eval().float(), preparation
 
 
-def _frames(pictures: list[Path], settings: ImageSettings) -> Iterator[Feed]:
-    """Frames (1, H, W, 3) of the pictures: whole, closer, and mirrored; at most MAX_CALIBRATION_FRAMES."""
-    views = itertools.product(_ZOOMS, (False, True), pictures)
-    for zoom, mirrored, path in itertools.islice(views, MAX_CALIBRATION_FRAMES):
+def frame_feeds(photos: Sequence[ImageLike], settings: ImageSettings) -> Iterator[Feed]:
+    """Frames (1, H, W, 3) of the photos: whole, closer, and mirrored; at most MAX_CALIBRATION_FRAMES."""
+    views = itertools.product(_ZOOMS, (False, True), photos)
+    for zoom, mirrored, photo in itertools.islice(views, MAX_CALIBRATION_FRAMES):
         try:
-            image = load_image(path)
+            image = load_image(photo)
             width, height = (max(round(side / zoom), 1) for side in image.size)
             left, top = (image.width - width) // 2, (image.height - height) // 2
             frame = preprocess(image.crop((left, top, left + width, top + height)), settings)
         except InputError as error:
-            raise ConversionError(f"Calibration stopped: {error}") from error
+            raise ConversionError(f"Calibration stopped at {photo_name(photo)}: {error}") from error
         yield {"frames": np.ascontiguousarray(frame[:, ::-1] if mirrored else frame)[None]}
 
 
-def float16_feeds(folder: Path | None, settings: ImageSettings) -> list[Feed]:
-    """Frames (1, H, W, 3) that fp16 is measured on: photos that do not judge, else a drawn picture and noise."""
-    pictures = [] if folder is None else sorted(set(image_files(folder)) - set(judging_images(folder)))
-    if pictures:
-        return list(_frames(spread(pictures, _FLOAT16_PHOTOS), settings))
+def float16_feeds(calibration: Path | None, settings: ImageSettings) -> list[Feed]:
+    """Frames (1, H, W, 3) that fp16 is measured on: photos that calibrate, else a drawn picture and noise."""
+    photos = read_photos(calibration).calibrating
+    if photos:
+        return list(frame_feeds(spread(photos, _FLOAT16_PHOTOS), settings))
     drawn = preprocess(load_image(synthetic_image()), settings)
     noise = np.random.default_rng(0).integers(0, 256, (2, *drawn.shape), np.uint8)
     return [{"frames": np.ascontiguousarray(frame)[None]} for frame in (drawn, drawn[:, ::-1], *noise)]
 
 
 def check(request: Request) -> tuple[str, ...]:
-    """Calibration photos must be there before the export starts; no warnings."""
-    if request.precision == "int8":
-        calibration_images(request.calibration)
-    return ()
+    """The photos must be usable before the export starts; a warning if they are not the user's."""
+    photos = need_photos(request.calibration) if request.precision == "int8" else read_photos(request.calibration)
+    check_photos(photos)
+    if not photos.samples:
+        return ()
+    return (
+        f"Calibrated and judged on {photos.origin}. Give photos of your own camera to trust it: --calibration DIR.",
+    )
 
 
 RECIPE = Recipe(

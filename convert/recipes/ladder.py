@@ -12,9 +12,9 @@ from typing import cast
 
 import numpy as np
 
-from edge_convert.convert.calibration import calibration_images
 from edge_convert.convert.calibration_texts import calibration_texts
 from edge_convert.convert.graph_tools import cpu_session
+from edge_convert.convert.photos import read_photos
 from edge_convert.convert.recipe import Found, Request
 from edge_convert.convert.search import Build, Graphs, Measure, Search, open_journal
 from edge_convert.runtime.errors import ExportError
@@ -59,8 +59,8 @@ def search_classifier(
     from edge_convert.wrappers.image import load_image
 
     original = cast("ClassifierReference", reference)
-    photos = calibration_images(request.calibration) if request.calibration is not None else []
-    loaded = [load_image(path) for path in photos[:_MAX_PHOTOS]] or [load_image(synthetic_image())]
+    photos = read_photos(request.calibration)
+    loaded = [load_image(photo) for photo in photos.calibrating[:_MAX_PHOTOS]] or [load_image(synthetic_image())]
     frames = np.stack([original.preprocess(view) for image in loaded for view in (image, *crops(image))])
     expected = in_batches(original.logits, frames)
 
@@ -74,10 +74,9 @@ def search_classifier(
         }
 
     rungs = _rungs(request, quantise, graphs)
-    if not photos:  # nothing to calibrate with
+    if not photos.calibrating:
         rungs.pop("int8", None)
-    inputs = [path.name for path in photos]
-    return _climb(request, "image-classification", rungs, measure, inputs, folder)
+    return _climb(request, "image-classification", rungs, measure, photos.digests, folder)
 
 
 def _rungs(request: Request, quantise: Quantise, graphs: Graphs) -> dict[str, Build]:

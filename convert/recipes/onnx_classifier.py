@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_convert.convert.calibration import calibration_images
-from edge_convert.convert.fp16 import to_float16
 from edge_convert.convert.onnx_graph import (
     INNER,
     Original,
@@ -24,7 +22,6 @@ from edge_convert.convert.onnx_graph import (
     to_float32,
     write_graph,
 )
-from edge_convert.convert.quantize import quantise_static
 from edge_convert.convert.recipe import Exported, Recipe, Request
 from edge_convert.convert.recipes import image_classification
 from edge_convert.convert.recipes.ladder import search_classifier
@@ -142,18 +139,12 @@ def export_classifier(request: Request, folder: Path) -> dict[str, Exported]:
 
 
 def quantise_classifier(request: Request, graphs: dict[str, Exported], folder: Path) -> dict[str, Exported]:
-    """Write the graph at the asked precision; int8 is static and needs `request.calibration`."""
-    source, path = graphs["classifier"].path, folder / image_classification.FILE
+    """Write the graph at the asked precision; int8 is static, calibrated on photos."""
     if request.precision == "fp32":
         return graphs
     settings = OnnxClassifier(source_path(request)).preparation.settings
-    if request.precision == "fp16":
-        to_float16(source, path, feeds=image_classification.float16_feeds(request.calibration, settings))
-    else:
-        pictures = calibration_images(request.calibration)
-        request.progress(f"calibrating on {len(pictures)} images")
-        quantise_static(source, path, image_classification._frames(pictures, settings))
-    return {"classifier": Exported(path)}
+    source = graphs["classifier"].path
+    return {"classifier": image_classification.quantise_frames(request, source, settings, folder)}
 
 
 def package_classifier(request: Request, folder: Path) -> dict[str, Any]:
@@ -167,10 +158,8 @@ def package_classifier(request: Request, folder: Path) -> dict[str, Any]:
 
 
 def check(request: Request) -> tuple[str, ...]:
-    """What had to be assumed about the frames; int8 needs its calibration photos before any work."""
-    if request.precision == "int8":
-        calibration_images(request.calibration)
-    return OnnxClassifier(source_path(request)).preparation.warnings
+    """What had to be assumed about the frames and the photos, which must be usable before any work."""
+    return (*OnnxClassifier(source_path(request)).preparation.warnings, *image_classification.check(request))
 
 
 def _layout_of(name: str, kind: str, shape: tuple[int | str | None, ...]) -> bool:

@@ -1,8 +1,6 @@
-"""The images that calibrate never judge; the ranges that calibration finds."""
+"""The ranges that calibration finds, and the random tokens that show outliers."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import numpy as np
 import onnx
@@ -11,54 +9,49 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from edge_convert.convert.calibration import (
+    METHODS,
+    Histogram,
     activation_ranges,
-    calibration_images,
     channel_peaks,
-    judging_images,
-    least_error_range,
+    entropy,
+    least_squares,
+    minmax,
+    observe,
+    percentile,
     token_feeds,
 )
-from edge_convert.runtime.errors import ConversionError, UsageError
 
-
-def make_folder(folder: Path, count: int) -> Path:
-    folder.mkdir()
-    for index in range(count):
-        (folder / f"{index:02}.PNG").touch()
-    (folder / "notes.md").touch()
-    return folder
-
-
-@pytest.mark.parametrize("count", [8, 9, 10, 31])
-def test_every_image_is_used_once(tmp_path: Path, count: int) -> None:
-    folder = make_folder(tmp_path / "images", count)
-    calibration, judging = calibration_images(folder), judging_images(folder)
-    assert not set(calibration) & set(judging)
-    assert len(calibration) + len(judging) == count
-    assert len(judging) == count // 3
-
-
-def test_too_few_images(tmp_path: Path) -> None:
-    with pytest.raises(ConversionError, match=r"has 7 images.*at least 8"):
-        calibration_images(make_folder(tmp_path / "images", 7))
-
-
-def test_no_folder(tmp_path: Path) -> None:
-    assert judging_images(None) == []
-    with pytest.raises(UsageError, match="--calibration"):
-        calibration_images(None)
-    with pytest.raises(ConversionError, match="does not exist"):
-        judging_images(tmp_path / "nowhere")
+EVEN = Histogram(np.ones(2048), -1.0, 3.0)
+BELL = np.exp(-np.square(np.linspace(-30, 30, 2048)) / 2) * 1e6
+TAIL = Histogram(np.append(BELL[:-1], 1.0), -30.0, 30.0)  # one value far out
 
 
 def test_the_range_of_least_error_cuts_a_far_tail_but_not_an_even_spread() -> None:
-    even = np.ones(2048)
-    assert least_error_range(even, (-1.0, 3.0)) == (-1.0, 3.0)
-    tail = np.exp(-np.square(np.linspace(-30, 30, 2048)) / 2) * 1e6
-    tail[-1] = 1
-    low, high = least_error_range(tail, (-30.0, 30.0))
+    assert least_squares(EVEN) == (-1.0, 3.0)
+    low, high = least_squares(TAIL)
     assert -10 < low < -4
     assert 4 < high < 30
+
+
+def test_minmax_percentile_and_entropy() -> None:
+    assert minmax(TAIL) == (-30, 30)
+    assert percentile(EVEN) == pytest.approx((-1, 3), abs=0.01)
+    low, high = percentile(TAIL)
+    assert (low, high) == pytest.approx((-3.72, 3.72), abs=0.1)  # a normal distribution's 0.01 % ends
+    low, high = entropy(EVEN)
+    assert (low, high) == pytest.approx((-1, 3), rel=0.05)
+    low, high = entropy(TAIL)
+    assert high < 15
+    assert low > -15
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_stays_within_what_was_observed_and_keeps_zero(method: str) -> None:
+    rng = np.random.default_rng(3)
+    for low, high in ((-2.0, 5.0), (0.0, 6.0), (-4.0, 0.0), (0.0, 0.0)):
+        histogram = Histogram(rng.uniform(0, 9, 2048), low, high)
+        found = METHODS[method](histogram)
+        assert low <= found[0] <= 0 <= found[1] <= high
 
 
 def graph_of(nodes: list[onnx.NodeProto], inputs: list[onnx.ValueInfoProto], **tensors: np.ndarray) -> onnx.ModelProto:
@@ -68,7 +61,7 @@ def graph_of(nodes: list[onnx.NodeProto], inputs: list[onnx.ValueInfoProto], **t
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
 
 
-def test_ranges_are_of_unbounded_values_inside(tmp_path: Path) -> None:
+def test_ranges_are_of_what_operators_read_and_write() -> None:
     weight = np.eye(4, dtype=np.float32).reshape(4, 4, 1, 1)
     model = graph_of(
         [
@@ -80,12 +73,14 @@ def test_ranges_are_of_unbounded_values_inside(tmp_path: Path) -> None:
         [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 4, 8, 8])],
         w=weight,
     )
-    onnx.save(model, tmp_path / "in.onnx")
     rng = np.random.default_rng(0)
     feeds = [{"x": rng.uniform(-2, 3, (1, 4, 8, 8)).astype(np.float32)} for _ in range(4)]
-    found = activation_ranges(tmp_path / "in.onnx", feeds)
-    assert list(found) == ["inside"]
-    assert found["inside"] == pytest.approx((-2, 3), abs=0.2)
+    histograms = observe(model, feeds)
+    assert list(histograms) == ["x", "inside", "positive"]
+    for method in METHODS:
+        found = activation_ranges(histograms, method)
+        assert found["inside"] == pytest.approx((-2, 3), abs=0.3), method
+        assert found["positive"] == (histograms["positive"].low, histograms["positive"].high), method
 
 
 def test_peaks_are_the_largest_of_each_channel() -> None:
