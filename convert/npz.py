@@ -15,6 +15,8 @@ from edge_convert.runtime.errors import ConversionError
 
 def read_array(path: Path, name: str, wanted: str) -> NDArray[Any]:
     """The array `name` of a .npz file, or the only array that it has; ConversionError says that `wanted` is wanted."""
+    if not path.is_file():
+        raise ConversionError(f"--calibration {path} does not exist. Give a folder, or a .npz file with {wanted}.")
     try:
         with np.load(path, allow_pickle=False) as content:
             if not isinstance(content, np.lib.npyio.NpzFile):

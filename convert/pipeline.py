@@ -18,6 +18,7 @@ from pathlib import Path
 from edge_convert.convert.export_cache import cached_export
 from edge_convert.convert.photos import read_photos
 from edge_convert.convert.recipe import Exported, Progress, Recipe, Request, find_recipe
+from edge_convert.convert.saturation import check_saturation
 from edge_convert.convert.source import Source, detect_task, open_source
 from edge_convert.convert.stamp import check_finite, read_back, stamp
 from edge_convert.runtime.bundle import Bundle, collect_files, staged, write_manifest
@@ -118,6 +119,8 @@ def _build(
         graphs = {role: _move(graph, folder) for role, graph in graphs.items()}
     for graph in graphs.values():
         stamp(graph.path, request.profile)
+        if request.profile.reduce_range:
+            check_saturation(graph.path)
     processing = recipe.package(request, folder)
     if request.precision != AUTO:
         request.progress("loading the original")

@@ -38,6 +38,7 @@ from edge_convert.convert.mixed_precision import (
     worst,
 )
 from edge_convert.convert.rounding import copy_weights, round_weights
+from edge_convert.convert.saturation import weight_limit
 from edge_convert.runtime.errors import ConversionError, ExportError
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ def quantise_dynamic(
     exclude: Iterable[str] = (),
     feeds: Iterable[Feed] | None = None,
     fp32_products: int = 0,
+    reduce_range: bool = False,
 ) -> None:
     """int8 weights per output channel, activations quantised as they come; embedding tables per row.
 
@@ -68,6 +70,7 @@ def quantise_dynamic(
         feeds: calibration feeds that show where the outliers are; None for random tokens (`token_feeds`), empty
             for no splitting.
         fp32_products: so many of the products stay in fp32, those whose quantisation costs most on the feeds.
+        reduce_range: weights of products use 7 bits (`saturation`).
     """
     import onnx
 
@@ -79,7 +82,7 @@ def quantise_dynamic(
             split_outliers(model, feeds, exclude=kept)
         if feeds and fp32_products:
             kept += worst(product_costs(model, feeds, exclude=kept), fp32_products)
-        model = _write_dynamic(model, destination, exclude=kept)
+        model = _write_dynamic(model, destination, exclude=kept, reduce_range=reduce_range)
     _quantise_tables(model)
     onnx.save(model, destination)
     if not any(tensor.data_type == onnx.TensorProto.INT8 for tensor in model.graph.initializer):
@@ -156,7 +159,12 @@ def split_outliers(model: onnx.ModelProto, feeds: Sequence[Feed], *, exclude: It
 
 
 def quantise_static(
-    source: Path, destination: Path, feeds: Iterable[Feed], *, fp32_convolutions: int | None = None
+    source: Path,
+    destination: Path,
+    feeds: Iterable[Feed],
+    *,
+    fp32_convolutions: int | None = None,
+    reduce_range: bool = False,
 ) -> dict[str, Any]:
     """int8 weights per output channel and int8 activations with fixed scales, in QDQ form; graph outputs stay fp32.
 
@@ -169,6 +177,7 @@ def quantise_static(
         destination: where the int8 graph is written, weights inside.
         feeds: calibration feeds; read once, then held.
         fp32_convolutions: so many of the first convolutions stay in fp32, instead of those measured.
+        reduce_range: weights use 7 bits (`saturation`).
 
     Returns:
         What was measured, as plain values. `calibration`: the method that was `chosen` and, by method, the `errors`
@@ -188,12 +197,12 @@ def quantise_static(
         ranges = {method: activation_ranges(histograms, method) for method in METHODS}
 
         def write(method: str) -> onnx.ModelProto:
-            return _write_static(source, destination, feeds[0], kept, ranges[method])
+            return _write_static(source, destination, feeds[0], kept, ranges[method], reduce_range=reduce_range)
 
         errors = output_errors(original, write, list(METHODS), feeds)
         best = min(errors, key=lambda method: errors[method])
         write(best)
-        round_weights(source, destination, feeds)
+        round_weights(source, destination, feeds, limit=weight_limit(reduce_range=reduce_range))
         rounded = onnx.load(destination)
         if fp32_convolutions is None:
             costs = static_costs(original, rounded, feeds)
@@ -249,7 +258,13 @@ def rename_output(path: Path, name: str, wanted: str) -> None:
 
 
 def _write_static(
-    source: Path, destination: Path, feed: Feed, exclude: Sequence[str], ranges: Mapping[str, Range]
+    source: Path,
+    destination: Path,
+    feed: Feed,
+    exclude: Sequence[str],
+    ranges: Mapping[str, Range],
+    *,
+    reduce_range: bool = False,
 ) -> onnx.ModelProto:
     """Write and return the QDQ graph with activations in `ranges`, the nodes `exclude` in fp32."""
     import onnx
@@ -262,6 +277,7 @@ def _write_static(
         quant_format=QuantFormat.QDQ,
         op_types_to_quantize=list(STATIC_OPERATORS),
         per_channel=True,
+        reduce_range=reduce_range,  # of the weights; activations keep 8 bits
         activation_type=QuantType.QUInt8,
         weight_type=QuantType.QInt8,
         calibrate_method=CalibrationMethod.MinMax,
@@ -290,7 +306,12 @@ def _reader(feeds: Iterator[Feed]) -> Any:
 
 
 def _write_dynamic(
-    model: onnx.ModelProto, destination: Path, *, exclude: Sequence[str] = (), only: Sequence[str] = ()
+    model: onnx.ModelProto,
+    destination: Path,
+    *,
+    exclude: Sequence[str] = (),
+    only: Sequence[str] = (),
+    reduce_range: bool = False,
 ) -> onnx.ModelProto:
     """Write and return the graph with int8 products: all but `exclude`, or `only` these."""
     import onnx
@@ -301,6 +322,7 @@ def _write_dynamic(
         destination,
         op_types_to_quantize=["MatMul"],
         per_channel=True,
+        reduce_range=reduce_range,
         weight_type=QuantType.QInt8,
         nodes_to_quantize=list(only),
         nodes_to_exclude=list(exclude),

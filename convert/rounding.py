@@ -37,13 +37,14 @@ class Weights:
     scale: Floats  # per output
 
 
-def round_weights(source: Path, quantised: Path, feeds: Sequence[dict[str, NDArray[Any]]]) -> int:
+def round_weights(source: Path, quantised: Path, feeds: Sequence[dict[str, NDArray[Any]]], *, limit: int = 127) -> int:
     """Round the int8 weights of `quantised` anew, in place; returns how many tensors changed.
 
     Args:
         source: the fp32 graph that `quantised` was made from.
         quantised: int8 graph in QDQ form, one scale per output.
         feeds: calibration feeds, of which `MAX_FEEDS` are read, evenly spread.
+        limit: largest magnitude of an integer.
     """
     import onnx
     from onnx import numpy_helper
@@ -61,7 +62,7 @@ def round_weights(source: Path, quantised: Path, feeds: Sequence[dict[str, NDArr
     for entry, moment in zip(found, moments, strict=True):
         rows = _rows(entry)
         scale = np.broadcast_to(entry.scale, (rows.shape[0] * rows.shape[1],)).reshape(rows.shape[:2])
-        rounded = compensated(rows, scale, moment)
+        rounded = compensated(rows, scale, moment, limit)
         integers = _from_rows(entry, rounded).astype(np.int8)
         entry.quantised.CopyFrom(numpy_helper.from_array(integers, entry.quantised.name))
     onnx.save(model, quantised)
@@ -80,13 +81,14 @@ def copy_weights(rounded: onnx.ModelProto, destination: Path) -> None:
     onnx.save(model, destination)
 
 
-def compensated(rows: Floats, scale: Floats, moment: Floats) -> Floats:
+def compensated(rows: Floats, scale: Floats, moment: Floats, limit: int = 127) -> Floats:
     """Integers (groups, outputs, inputs) near `rows` / `scale` that keep each output's error small.
 
     Args:
         rows: weights (groups, outputs, inputs).
         scale: (groups, outputs), one step of each output.
         moment: (groups, inputs, inputs), the sum of products of the inputs.
+        limit: largest magnitude of an integer.
     """
     inputs = rows.shape[2]
     moment = moment.astype(np.float64)
@@ -103,7 +105,7 @@ def compensated(rows: Floats, scale: Floats, moment: Floats) -> Floats:
         stop = min(start + _BLOCK, inputs)
         errors = np.empty_like(left[:, start:stop])
         for at in range(start, stop):
-            result[:, at] = np.clip(np.rint(left[:, at] / step), -127, 127)
+            result[:, at] = np.clip(np.rint(left[:, at] / step), -limit, limit)
             errors[:, at - start] = (left[:, at] - result[:, at] * step) / factor[:, at, at, None]
             left[:, at + 1 : stop] -= factor[:, at, at + 1 : stop, None] * errors[:, at - start, None]
         left[:, stop:] -= factor[:, start:stop, stop:].transpose(0, 2, 1) @ errors

@@ -19,6 +19,15 @@ DEVICES_FILE = Path(__file__).resolve().parents[1] / "devices.yaml"
 CPU_PROVIDER = "CPUExecutionProvider"
 _VERSION = re.compile(r"\d+\.\d+(\.\d+)?")
 _ACCURACY_LEVELS = (0, 1, 2, 3, 4)
+# What an ONNX Runtime session may be told; it ignores an entry that it does not know, so a slip would change nothing.
+EXACT_INT8 = "session.x64quantprecision"
+SESSION_ENTRIES = (
+    EXACT_INT8,
+    "session.intra_op.allow_spinning",
+    "session.inter_op.allow_spinning",
+    "session.set_denormal_as_zero",
+    "session.use_env_allocators",
+)
 Gates = dict[str, dict[str, dict[str, float]]]
 
 
@@ -37,7 +46,9 @@ class DeviceProfile:
     `providers` and `native_precisions` are in order of preference. `memory_bandwidth_gb_s` is the peak
     (None: it depends on the machine). `ir_max` and `opset_max` cap what is written; `onnxruntime_min`
     and `onnxruntime_max` (inclusive, "major.minor") are the releases the target is kept for.
-    `gates[task][precision]` has bounds named `<metric>_min` or `<metric>_max`.
+    `gates[task][precision]` has bounds named `<metric>_min` or `<metric>_max`. `session_config` has entries of ONNX
+    Runtime's session configuration. With `reduce_range` int8 weights that meet uint8 activations use 7 of their 8 bits,
+    so that sums of two products fit 16 bits.
     """
 
     name: str
@@ -54,6 +65,8 @@ class DeviceProfile:
     default_context_tokens: int
     accuracy_level: int
     gates: Gates
+    session_config: dict[str, str] = field(default_factory=dict)
+    reduce_range: bool = False
 
     def gate_bounds(self, task: str, precision: str) -> dict[str, float]:
         """The bounds for `task` at `precision`, by name (`kl_mean_max`, ...); empty if the profile has none."""
@@ -80,8 +93,9 @@ def load_profile(name: str, path: Path | None = None) -> DeviceProfile:
 
 
 def with_cpu_only(profile: DeviceProfile) -> DeviceProfile:
-    """The same profile on the CPU provider alone: for numerics, labelled as such, where the device is absent."""
-    return dataclasses.replace(profile, providers=(ProviderSpec(CPU_PROVIDER),))
+    """The same profile on the CPU provider alone, with exact int8 products: for numerics where the device is absent."""
+    exact = {**profile.session_config, EXACT_INT8: "1"}
+    return dataclasses.replace(profile, providers=(ProviderSpec(CPU_PROVIDER),), session_config=exact)
 
 
 def _read(path: Path) -> tuple[dict[str, DeviceProfile], dict[str, str]]:
@@ -116,8 +130,9 @@ def _read_unchanged(path: Path, changed: int) -> tuple[dict[str, DeviceProfile],
 
 
 def _profile(name: str, entry: Any, shared: Gates, where: str) -> tuple[DeviceProfile, tuple[str, ...]]:
-    keys = {spec.name for spec in dataclasses.fields(DeviceProfile)} - {"name", "gates"}
-    table = dict(_mapping(entry, where, keys, {"aliases", "gates"}))
+    optional = {"gates", "session_config", "reduce_range"}
+    keys = {spec.name for spec in dataclasses.fields(DeviceProfile)} - {"name", *optional}
+    table = dict(_mapping(entry, where, keys, {"aliases", *optional}))
     names = tuple(_list(table.pop("aliases", []), str, f"{where}, aliases"))
     own = _gates(table.pop("gates", None) or {}, f"{where}, gates")
     profile = DeviceProfile(
@@ -139,6 +154,8 @@ def _profile(name: str, entry: Any, shared: Gates, where: str) -> tuple[DevicePr
         default_context_tokens=_positive(table["default_context_tokens"], f"{where}, default_context_tokens"),
         accuracy_level=_is(table["accuracy_level"], int, f"{where}, accuracy_level"),
         gates=_merged(shared, own),
+        session_config=_session_config(table.get("session_config") or {}, f"{where}, session_config"),
+        reduce_range=_is(table.get("reduce_range", False), bool, f"{where}, reduce_range"),
     )
     if unknown := [item for item in profile.native_precisions if item not in PRECISIONS]:
         raise DeviceError(f"{where} has the unknown precision {unknown[0]!r}; known: {', '.join(PRECISIONS)}.")
@@ -153,6 +170,11 @@ def _provider(value: Any, where: str) -> ProviderSpec:
     for key, option in options.items():
         _is(option, str, f"{where}, option {key}")
     return ProviderSpec(_is(table["name"], str, f"{where}, name"), dict(options))
+
+
+def _session_config(value: Any, where: str) -> dict[str, str]:
+    entries = _mapping(value, where, set(), set(SESSION_ENTRIES))
+    return {name: _is(entry, str, f"{where}, {name}") for name, entry in entries.items()}
 
 
 def _gates(value: Any, where: str) -> Gates:

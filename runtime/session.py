@@ -51,6 +51,8 @@ class Session:
         options.intra_op_num_threads = self.threads
         options.inter_op_num_threads = 1
         options.log_severity_level = _LOG_ERRORS_ONLY
+        for name, value in profile.session_config.items():
+            options.add_session_config_entry(name, value)
         if not path.is_file():
             raise BundleError(f"The graph {path} is missing. Copy the bundle again.")
         try:

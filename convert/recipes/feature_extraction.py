@@ -109,7 +109,7 @@ def quantise(request: Request, graphs: dict[str, Exported], folder: Path) -> dic
     if request.precision == "fp16":
         to_float16(source, path)
     else:
-        quantise_dynamic(source, path)
+        quantise_dynamic(source, path, reduce_range=request.profile.reduce_range)
     return {"encoder": Exported(path)}
 
 

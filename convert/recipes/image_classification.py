@@ -133,7 +133,8 @@ def quantise_frames(request: Request, source: Path, settings: ImageSettings, fol
         return Exported(path)
     photos = need_photos(request.calibration)
     request.progress(f"calibrating on {len(photos.calibrating)} of {photos.origin}")
-    return Exported(path, measured=quantise_static(source, path, frame_feeds(photos.calibrating, settings)))
+    feeds = frame_feeds(photos.calibrating, settings)
+    return Exported(path, measured=quantise_static(source, path, feeds, reduce_range=request.profile.reduce_range))
 
 
 def package(request: Request, folder: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from edge_convert.convert.recipe import Request
 from edge_convert.convert.recipes.image_classification import RECIPE, read_preprocessing
 from edge_convert.convert.source import open_source
 from edge_convert.runtime.device import load_profile
-from edge_convert.runtime.errors import ConversionError, UnsupportedModelError, UsageError
+from edge_convert.runtime.errors import ConversionError, UnsupportedModelError
 from edge_convert.wrappers.image import ImageSettings, preprocess
 
 TINY = """
@@ -113,18 +113,31 @@ def test_calibration_problems_are_explained(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "q").mkdir()
     graphs = RECIPE.export(make_request(tmp_path), tmp_path / "out")
-    with pytest.raises(UsageError, match="--calibration DIR"):
-        quantise(None)
     with pytest.raises(ConversionError, match="does not exist"):
         quantise(tmp_path / "gone")
-    with pytest.raises(ConversionError, match="has 0 images"):
+    with pytest.raises(ConversionError, match="has 0 different images"):
         quantise(make_pictures(tmp_path / "empty", 0))
-    with pytest.raises(ConversionError, match="has 3 images"):
-        quantise(make_pictures(tmp_path / "few", 3))
     folder = make_pictures(tmp_path / "broken", 9)
-    (folder / "3.png").write_bytes(b"no picture")
-    with pytest.raises(ConversionError, match=r"3\.png is not an image"):
+    picture = (folder / "3.png").read_bytes()
+    (folder / "3.png").write_bytes(picture[: len(picture) // 2])
+    RECIPE.check(make_request(tmp_path, precision="int8", calibration=folder))  # the head is whole
+    with pytest.raises(ConversionError, match=r"3\.png"):
         quantise(folder)
+    (folder / "3.png").write_bytes(b"no picture")
+    with pytest.raises(ConversionError, match=r"3\.png cannot be opened"):
+        RECIPE.check(make_request(tmp_path, precision="int8", calibration=folder))
+
+
+def test_samples_calibrate_where_the_user_gives_no_photos(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "q").mkdir()
+    request = make_request(tmp_path, precision="int8")
+    (warning,) = RECIPE.check(request)
+    assert "sample photos of scikit-image" in warning
+    assert "--calibration" in warning
+    graph = RECIPE.quantise(request, RECIPE.export(request, tmp_path / "out"), tmp_path / "q")["classifier"]
+    assert graph.measured["calibration"]["chosen"] in graph.measured["calibration"]["errors"]
+    assert graph.measured["costs"]
 
 
 @pytest.mark.real

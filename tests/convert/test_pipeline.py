@@ -131,10 +131,15 @@ def test_unknown_names(tmp_path: Path, factory: str) -> None:
     assert_nothing_left(tmp_path)
 
 
-def test_int8_without_calibration_says_what_to_pass(tmp_path: Path, factory: str) -> None:
-    with pytest.raises(UsageError, match="--calibration"):
-        pipeline.convert(factory, target="cpu", precision="int8", output=tmp_path / "out")
-    assert_nothing_left(tmp_path)
+def test_int8_without_photos_uses_the_samples_and_says_so(tmp_path: Path, factory: str) -> None:
+    result = pipeline.convert(factory, target="cpu", precision="int8", output=tmp_path / "out")
+    assert any("sample photos" in warning for warning in result.bundle.manifest.warnings)
+    assert result.report is not None
+    assert not [gate for gate in result.report.gates if gate.name == "logits" and gate.outcome == "not_run"]
+    record = result.bundle.manifest.quantisation
+    assert record["calibration"]["chosen"] == min(
+        record["calibration"]["errors"], key=record["calibration"]["errors"].get
+    )
 
 
 def test_reference_of_another_source_is_refused(tmp_path: Path, factory: str) -> None:

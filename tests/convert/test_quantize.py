@@ -6,8 +6,10 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from edge_convert.convert.calibration import activation_ranges, observe
 from edge_convert.convert.fp16 import to_float16
-from edge_convert.convert.mixed_precision import output_errors, shield, worst
+from edge_convert.convert.graph_tools import cpu_session
+from edge_convert.convert.mixed_precision import free_outputs, output_errors, shield, worst
 from edge_convert.convert.quantize import (
     _write_dynamic,
     _write_static,
@@ -75,7 +77,7 @@ def network(tmp_path):
 
 
 def run(path, feed):
-    return ort.InferenceSession(str(path)).run(None, feed)[0]
+    return cpu_session(path).run(None, feed)[0]
 
 
 def relative_error(found, wanted):
@@ -318,7 +320,8 @@ def test_onnx_runtime_leaves_fp32_convolutions_between_int8_ones_alone(tmp_path)
         weights,
     )
     out, feed = tmp_path / "out.onnx", {"x": RNG.normal(size=(1, 4, 9, 9)).astype(np.float32)}
-    _write_static(source, out, [feed], ["c1"])
+    histograms = observe(onnx.load(source), [feed])
+    _write_static(source, out, feed, ["c1"], activation_ranges(histograms, "minmax"))
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     wanted = ort.InferenceSession(str(out), options).run(None, feed)[0]
@@ -329,3 +332,33 @@ def test_onnx_runtime_leaves_fp32_convolutions_between_int8_ones_alone(tmp_path)
     onnx.save(model, out)
     assert unshielded > 0.05
     assert relative_error(run(out, feed), wanted) < unshielded / 4
+
+
+def test_outputs_are_given_as_they_are_computed(tmp_path):
+    """In 256 steps two close logits would be equal; the value is read inside the graph too."""
+    pair = ["scale", "zero"]
+    model = helper.make_model(
+        helper.make_graph(
+            [
+                helper.make_node("Relu", ["x"], ["inner"], "relu"),
+                helper.make_node("QuantizeLinear", ["inner", *pair], ["steps"]),
+                helper.make_node("DequantizeLinear", ["steps", *pair], ["y"]),
+                helper.make_node("Neg", ["inner"], ["z"]),
+            ],
+            "g",
+            [helper.make_tensor_value_info("x", TensorProto.FLOAT, [2])],
+            [helper.make_tensor_value_info(name, TensorProto.FLOAT, [2]) for name in ("y", "z")],
+            [
+                numpy_helper.from_array(np.float32(0.1), "scale"),
+                numpy_helper.from_array(np.uint8(0), "zero"),
+            ],
+        ),
+        opset_imports=[helper.make_opsetid("", 17)],
+        ir_version=8,
+    )
+    assert free_outputs(model) == 1
+    onnx.checker.check_model(model)
+    x = np.array([0.51, 0.52], np.float32)
+    found = ort.InferenceSession(model.SerializeToString()).run(None, {"x": x})
+    np.testing.assert_array_equal(found, [x, -x])
+    assert free_outputs(model) == 0

@@ -186,8 +186,8 @@ def test_calibration_texts_are_not_those_that_judge(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({}, "has 0 texts"),
-        ({"a.txt": b"one text that is long enough\n"}, "has 1 texts"),
+        ({}, "has 0 different texts"),
+        ({"a.txt": b"one text that is long enough\n"}, "has 1 different texts"),
         ({"a.txt": b"\xff\xfe broken \x80\x81"}, "a.txt cannot be read"),
     ],
 )
@@ -205,7 +205,7 @@ def test_bad_calibration_texts_are_named(tmp_path: Path, files: dict[str, bytes]
 def test_missing_calibration_texts_stop_before_the_export(tmp_path: Path) -> None:
     stages: list[str] = []
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConversionError, match="has 0 texts"):
+    with pytest.raises(ConversionError, match="has 0 different texts"):
         convert(
             str(save_llama(tmp_path / "m")),
             target="cpu",
@@ -224,3 +224,16 @@ def test_the_users_texts_are_read_line_by_line(tmp_path: Path) -> None:
     assert len(found) == 9
     assert found[0].count("\n") == 1
     assert np.all([text.startswith("This is") for text in found])
+
+
+def test_texts_of_an_npz_file(tmp_path: Path) -> None:
+    lines = [f"This is text number {index} of the user." for index in range(9)]
+    path = tmp_path / "texts.npz"
+    np.savez(path, texts=np.array([*lines, lines[0], "short"]), input_ids=np.zeros((2, 3)))
+    assert calibration_texts(path) == lines
+    np.savez(path, texts=np.array(lines[:3]))
+    with pytest.raises(ConversionError, match="has 3 different texts"):
+        calibration_texts(path)
+    np.savez(path, input_ids=np.zeros((9, 4), np.int64))
+    with pytest.raises(ConversionError, match=r"int64 \(9, 4\).*not of token ids"):
+        calibration_texts(path)

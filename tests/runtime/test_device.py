@@ -11,6 +11,7 @@ import yaml
 
 from edge_convert.runtime.device import (
     DEVICES_FILE,
+    EXACT_INT8,
     DeviceProfile,
     aliases,
     load_profile,
@@ -90,11 +91,12 @@ def test_gate_bounds_are_a_copy_and_empty_when_there_are_none() -> None:
     assert profile.gate_bounds("feature-extraction", "int4") == {}
 
 
-def test_with_cpu_only_changes_the_providers_and_nothing_else() -> None:
+def test_with_cpu_only_changes_the_providers_and_makes_int8_exact() -> None:
     cuda = load_profile("cuda")
     cpu = with_cpu_only(cuda)
     assert [(provider.name, provider.options) for provider in cpu.providers] == [("CPUExecutionProvider", {})]
-    assert dataclasses.replace(cpu, providers=cuda.providers) == cuda
+    assert cpu.session_config == {EXACT_INT8: "1"}
+    assert dataclasses.replace(cpu, providers=cuda.providers, session_config=cuda.session_config) == cuda
 
 
 def test_profile_is_frozen() -> None:
@@ -124,7 +126,8 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
     assert load_profile("cpu", path).memory_mb == 512
 
 
-REQUIRED = sorted({spec.name for spec in dataclasses.fields(DeviceProfile)} - {"name", "gates"})
+OPTIONAL = {"gates", "session_config", "reduce_range"}
+REQUIRED = sorted({spec.name for spec in dataclasses.fields(DeviceProfile)} - {"name", *OPTIONAL})
 
 
 @pytest.mark.parametrize("key", REQUIRED)
@@ -151,6 +154,10 @@ def test_a_missing_key_is_named(tmp_path: Path, key: str) -> None:
         ({"onnxruntime_min": "new"}, "a version"),
         ({"allow_fallback": "no"}, "bool is expected"),
         ({"accuracy_level": 9}, "accuracy_level is 9"),
+        ({"reduce_range": 1}, "reduce_range is 1"),
+        ({"session_config": ["x"]}, "session_config is list"),
+        ({"session_config": {EXACT_INT8: 1}}, "x64quantprecision is 1"),
+        ({"session_config": {"session.x64quantprecison": "1"}}, "unknown key 'session.x64quantprecison'"),
         ({"gates": {"chess": {}}}, "unknown key 'chess'"),
         ({"gates": {"text-generation": {"int8": {"kl_mean": 1.0}}}}, "bound 'kl_mean'"),
         ({"gates": {"text-generation": {"int8": {"kl_mean_max": "low"}}}}, "'low'"),
@@ -176,3 +183,10 @@ def test_a_file_without_targets_is_refused(tmp_path: Path, text: str) -> None:
 def test_an_absent_file_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(DeviceError, match="cannot be read"):
         load_profiles(tmp_path / "absent.yaml")
+
+
+def test_x86_targets_do_not_saturate() -> None:
+    """Either the kernels are exact or the weights use 7 bits."""
+    for profile in load_profiles().values():
+        if profile.providers[0].name == "CPUExecutionProvider":
+            assert profile.reduce_range or profile.session_config.get(EXACT_INT8) == "1", profile.name

@@ -86,6 +86,14 @@ def test_defaults(graph: Path) -> None:
     assert session.spec is SPEC
 
 
+def test_entries_of_the_profile_reach_onnx_runtime(graph: Path) -> None:
+    profile = dataclasses.replace(CPU, session_config={"session.set_denormal_as_zero": "1"})
+    options = Session(graph, SPEC, profile).ort.get_session_options()
+    assert options.get_session_config_entry("session.set_denormal_as_zero") == "1"
+    exact = Session(graph, SPEC, CPU).ort.get_session_options()
+    assert exact.get_session_config_entry("session.x64quantprecision") == "1"
+
+
 def test_threads_are_what_was_asked_for(graph: Path) -> None:
     assert Session(graph, SPEC, CPU, threads=1).ort.get_session_options().intra_op_num_threads == 1
 
