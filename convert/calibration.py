@@ -170,10 +170,10 @@ def entropy(histogram: Histogram) -> Range:
 
 # How the range of an activation follows from its histogram, by name.
 METHODS: dict[str, Callable[[Histogram], Range]] = {
-    "least squares": least_squares,
     "minmax": minmax,
-    "percentile": percentile,
     "entropy": entropy,
+    "percentile": percentile,
+    "least squares": least_squares,
 }
 
 

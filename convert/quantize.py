@@ -201,7 +201,8 @@ def quantise_static(
 
         errors = output_errors(original, write, list(METHODS), feeds)
         best = min(errors, key=lambda method: errors[method])
-        write(best)
+        if best != list(METHODS)[-1]:  # that is what was written last
+            write(best)
         round_weights(source, destination, feeds, limit=weight_limit(reduce_range=reduce_range))
         rounded = onnx.load(destination)
         if fp32_convolutions is None:

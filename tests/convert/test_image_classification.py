@@ -11,6 +11,7 @@ from assets import efficientnet_weights, photos
 from PIL import Image
 
 from edge_convert.convert.fp16 import emulated, first_fault, prepared
+from edge_convert.convert.graph_tools import cpu_session
 from edge_convert.convert.recipe import Request
 from edge_convert.convert.recipes.image_classification import RECIPE, read_preprocessing
 from edge_convert.convert.source import open_source
@@ -46,9 +47,7 @@ def make_request(tmp_path, factory="build", precision="fp32", calibration=None) 
 
 
 def run(path, frames):
-    import onnxruntime as ort
-
-    return ort.InferenceSession(str(path)).run(["logits"], {"frames": frames})[0]
+    return cpu_session(path).run(["logits"], {"frames": frames})[0]
 
 
 def make_pictures(folder: Path, count: int) -> Path:
