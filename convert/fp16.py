@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_convert.convert.calibration import token_feeds
-from edge_convert.convert.graph_tools import Feed, cpu_session, replace_items, spread, with_outputs
+from edge_convert.convert.graph_tools import Feed, cpu_session, inner_graphs, replace_items, spread, with_outputs
 from edge_convert.convert.interrupt import raise_if_interrupted
 from edge_convert.runtime.errors import ExportError
 
@@ -478,7 +478,7 @@ def _reason(
 
     if node.op_type in DEFAULT_OP_BLOCK_LIST:
         return f"{node.op_type} has no float16 kernel everywhere"
-    if _graphs(node):
+    if inner_graphs(node):
         return f"{node.op_type} has graphs inside that are not measured"
     fixed = _FIXED_FLOAT.get(node.op_type, ())
     names = [name for at, name in enumerate(node.input) if at not in fixed]
@@ -634,14 +634,14 @@ def _cast_captured(half: onnx.ModelProto, islands: Collection[str], own: Collect
     from onnx import helper
 
     types = {}
-    if any(_graphs(node) for node in half.graph.node):
+    if any(inner_graphs(node) for node in half.graph.node):
         weights = {tensor.name for tensor in half.graph.initializer if tensor.data_type == 10}
         types = dict.fromkeys(weights, 10) | {name: 10 for node in half.graph.node
                                               if node.name not in islands and not _made_cast(node, 1, own)
                                               for name in node.output}  # fmt: skip
     made: dict[str, onnx.NodeProto] = {}
     for node in half.graph.node:
-        for graph in _graphs(node) if node.name in islands else ():
+        for graph in inner_graphs(node) if node.name in islands else ():
             for name in sorted(_captured(graph) & set(types)):
                 wide = f"{name}{_OWN}"
                 made[name] = helper.make_node("Cast", [name], [wide], wide, to=1)
@@ -659,7 +659,7 @@ def _captured(graph: onnx.GraphProto) -> set[str]:
 def _rename(graph: onnx.GraphProto, old: str, new: str) -> None:
     for node in graph.node:
         node.input[:] = [new if name == old else name for name in node.input]
-        for inner in _graphs(node):
+        for inner in inner_graphs(node):
             _rename(inner, old, new)
 
 
@@ -686,12 +686,9 @@ def _sort(model: onnx.ModelProto) -> None:
 
 def _reads(node: onnx.NodeProto) -> list[str]:
     """Names that a node reads, those that its graphs read from around it included."""
-    return [name for name in (*node.input, *(name for graph in _graphs(node) for name in _captured(graph))) if name]
-
-
-def _graphs(node: onnx.NodeProto) -> list[onnx.GraphProto]:
-    """The graphs inside a node of control flow."""
-    return [graph for item in node.attribute for graph in ([item.g] if item.HasField("g") else item.graphs)]
+    return [
+        name for name in (*node.input, *(name for graph in inner_graphs(node) for name in _captured(graph))) if name
+    ]
 
 
 def _is_float(node: onnx.NodeProto, values: Mapping[str, Measured]) -> bool:

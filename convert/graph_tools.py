@@ -70,3 +70,8 @@ def spread(items: Sequence[Item], most: int) -> list[Item]:
     if not items:
         return []
     return [items[at] for at in np.linspace(0, len(items) - 1, min(most, len(items))).astype(int)]
+
+
+def inner_graphs(node: onnx.NodeProto) -> list[onnx.GraphProto]:
+    """The graphs inside a node of control flow."""
+    return [graph for item in node.attribute for graph in ([item.g] if item.HasField("g") else item.graphs)]

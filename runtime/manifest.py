@@ -19,6 +19,7 @@ from edge_convert.runtime.strict import check_range, load_json, parse
 SCHEMA_VERSION = 2
 TASKS = ("text-generation", "feature-extraction", "image-classification")
 PRECISIONS = ("fp32", "fp16", "int8", "int4")
+ARITHMETIC = ("fp32", "fp16", "bf16", "int8")  # what products compute in
 AUTO = "auto"  # the precision of each weight was chosen by measurement
 REQUESTS = (AUTO, *PRECISIONS)
 DTYPES = (
@@ -27,6 +28,7 @@ DTYPES = (
 )  # fmt: skip
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _MAX_DIMENSION = 1 << 40
+_MAX_NODES = 1 << 32
 _MAX_HEADS = 1 << 16
 _MAX_POSITIONS = 1 << 24
 _MAX_CACHE_VALUES = 1 << 40
@@ -83,7 +85,9 @@ class CacheSpec:
 class GraphSpec:
     """One ONNX file and what was read back from it after writing.
 
-    `formats` says for each node with a large weight how that is stored, by the node's name.
+    `formats` says for each node with a large weight how that is stored, by the node's name. `products` counts the
+    matrix products and convolutions with a weight by what they compute in; `fp32_nodes` names the nodes that stay in
+    fp32 where the others compute in fp16 or int8. Bundles written before these were read back have them empty.
     """
 
     file: str
@@ -95,6 +99,18 @@ class GraphSpec:
     initializer_bytes: dict[str, int]
     cache: CacheSpec | None = None
     formats: dict[str, str] = field(default_factory=dict)
+    products: dict[str, int] = field(default_factory=dict)
+    fp32_nodes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for kind, count in self.products.items():
+            if kind not in ARITHMETIC:
+                raise ManifestError(
+                    f"A graph has products in the unknown type {shown(kind)}; known: {', '.join(ARITHMETIC)}."
+                )
+            check_range(f"The number of products in {kind}", count, 1, _MAX_NODES)
+        if len(set(self.fp32_nodes)) != len(self.fp32_nodes):
+            raise ManifestError("A graph names one of its fp32_nodes twice. Convert again.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -209,6 +210,19 @@ def test_inspect_shows_graphs_weights_files_and_provenance(toy_bundle: Path) -> 
     text = invoke("inspect", str(toy_bundle)).stdout
     for expected in ("encoder.onnx", "2 KiB", "toy [v1]", "x: float32 (2)"):
         assert expected in text
+
+
+def test_inspect_names_the_nodes_that_stay_in_fp32(toy_bundle: Path) -> None:
+    manifest = Bundle.open(toy_bundle).manifest
+    graph = dataclasses.replace(
+        manifest.graphs["encoder"], node_counts={"Conv": 50}, products={"int8": 48, "fp32": 2}, fp32_nodes=("a", "b")
+    )
+    write_manifest(toy_bundle, dataclasses.replace(manifest, graphs={"encoder": graph}))
+    value = json.loads(invoke("inspect", str(toy_bundle), "--json").stdout)["graphs"]["encoder"]
+    assert (value["products"], value["fp32_nodes"]) == ({"int8": 48, "fp32": 2}, ["a", "b"])
+    text = " ".join(invoke("inspect", str(toy_bundle)).stdout.split())
+    assert "products 48 in int8, 2 in fp32" in text
+    assert "computed in fp32 in encoder 2 of 50 nodes (products: 48 in int8, 2 in fp32): a, b" in text
 
 
 def test_inspect_refuses_changed_bytes(toy_bundle: Path) -> None:

@@ -16,6 +16,7 @@ from edge_convert.convert.pipeline import convert
 from edge_convert.runtime.bundle import Bundle
 from edge_convert.validate.report import Report
 from tests import assets
+from tests.leaks import machine_paths
 
 pytestmark = pytest.mark.real
 ROOT = Path(__file__).resolve().parents[1]
@@ -104,6 +105,7 @@ def test_auto_finds_small_weights_that_pass(
     assert sum(spec.size for spec in result.bundle.manifest.files.values()) <= limit_mb * MB
     written = {form for graph in result.bundle.manifest.graphs.values() for form in graph.formats.values()}
     assert any(form.startswith(chosen) for form in written), written
+    assert not machine_paths(tmp_path / "out")
 
 
 def test_smollm2_from_safetensors_is_the_one_from_gguf(tmp_path: Path, jetson_bundles: dict[str, Path]) -> None:

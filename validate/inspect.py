@@ -80,6 +80,9 @@ def _graph(spec: GraphSpec) -> dict[str, Any]:
         "node_total": sum(spec.node_counts.values()),
         "node_counts": dict(sorted(spec.node_counts.items(), key=lambda item: (-item[1], item[0]))),
         "initializer_bytes": dict(sorted(spec.initializer_bytes.items(), key=lambda item: -item[1])),
+        "formats": spec.formats,
+        "products": spec.products,
+        "fp32_nodes": list(spec.fp32_nodes),
         "cache": None
         if cache is None
         else {
@@ -108,6 +111,8 @@ def _graph_shown(role: str, graph: dict[str, Any]) -> Group:
             f"{key.replace('_', ' ')} {figures.text(value)}" for key, value in graph["cache"].items()
         )
     rows["weights"] = ", ".join(f"{dtype} {figures.size(size)}" for dtype, size in graph["initializer_bytes"].items())
+    if graph["products"]:
+        rows["products"] = ", ".join(f"{count} in {kind}" for kind, count in graph["products"].items())
     nodes = ", ".join(f"{count} {name}" for name, count in graph["node_counts"].items())
     rows["nodes"] = f"{graph['node_total']}: {nodes}"
     return figures.titled(f"Graph {role}", figures.pairs(rows))

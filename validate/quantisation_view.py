@@ -20,14 +20,14 @@ _LAYER = re.compile(r"layers?[./](\d+)[./](.+?)(?:[./](?:MatMul|Gemm|Conv)[^./]*
 # How a format is drawn: one character and a colour.
 _MARKS = {"int4": ("4", "green"), "int8": ("8", "yellow"), "fp16": ("h", "magenta"), "fp32": ("F", "red")}
 _FEW = 6
+_MANY = 30
 _BARS = "▁▂▃▄▅▆▇█"
 
 
 def tables(manifest: Manifest) -> list[RenderableType]:
-    """The candidates of the search, and each graph's layers with their formats; empty if nothing was measured."""
+    """The candidates of the search, how ranges were calibrated, and each graph's layers with their formats, as far as they
+    were measured; and the nodes that stay in fp32 where the others do not."""
     record = manifest.quantisation
-    if not record:
-        return []
     shown: list[RenderableType] = []
     if "tried" in record:
         shown.append(figures.titled("precision search (on calibration inputs)", _tried(record)))
@@ -35,8 +35,10 @@ def tables(manifest: Manifest) -> list[RenderableType]:
         shown.append(figures.titled("ranges of activations (on calibration inputs)", _methods(calibration)))
     unit = "nats of KL divergence" if manifest.task == "text-generation" else "of the output's square"
     for role, graph in manifest.graphs.items():
-        if picture := _picture(graph, record.get("costs") or {}, unit):
+        if record and (picture := _picture(graph, record.get("costs") or {}, unit)):
             shown.append(figures.titled(f"weights of {role}", *picture))
+        if graph.fp32_nodes:
+            shown.append(figures.titled(f"computed in fp32 in {role}", _islands(graph)))
     return shown
 
 
@@ -110,6 +112,17 @@ def _picture(graph: GraphSpec, costs: Mapping[str, float], unit: str) -> list[Re
         listed = others if len(others) <= _FEW else _counted(others)
         shown.append(Text(f"others: {', '.join(listed)}"))
     return shown
+
+
+def _islands(graph: GraphSpec) -> RenderableType:
+    """How many nodes compute in fp32, and their names."""
+    from rich.text import Text
+
+    names = graph.fp32_nodes
+    more = f" and {len(names) - _MANY} more (--json)" if len(names) > _MANY else ""
+    products = ", ".join(f"{count} in {kind}" for kind, count in graph.products.items())
+    return Text(f"{len(names)} of {sum(graph.node_counts.values())} nodes (products: {products}): "
+                f"{', '.join(names[:_MANY])}{more}")  # fmt: skip
 
 
 def _short(node: str) -> str:

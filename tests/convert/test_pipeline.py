@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from leaks import machine_paths
 from PIL import Image
 
 from edge_convert.convert import pipeline
@@ -77,7 +78,10 @@ def test_bundle_is_whole_and_within_the_caps(
         assert any("CUDAExecutionProvider is not available here" in reason for reason in reasons)
     if precision == "int8":
         assert graph.node_counts.get("QuantizeLinear", 0) > 0
+        assert graph.products["int8"] + graph.products.get("fp32", 0) == 3
+        assert len(graph.fp32_nodes) == graph.products.get("fp32", 0)
         assert graph.initializer_bytes.get("int8", 0) > 0
+    assert not machine_paths(output)
 
 
 def assert_nothing_left(tmp_path: Path) -> None:

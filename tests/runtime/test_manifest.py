@@ -29,6 +29,8 @@ def example() -> Manifest:
         node_counts={"MatMul": 2},
         initializer_bytes={"float32": 16},
         cache=cache,
+        products={"int8": 1, "fp32": 1},
+        fp32_nodes=("/head/MatMul",),
     )
     return Manifest(
         task="text-generation",
@@ -83,6 +85,10 @@ def test_text_beyond_ascii_survives() -> None:
         (["graphs", "decoder", "file"], "other.onnx", "not among the files"),
         (["graphs", "decoder", "cache", "past"], [], "as many past"),
         (["graphs", "decoder", "cache", "head_dim"], 0, "positive"),
+        (["graphs", "decoder", "products"], {"fp8": 1}, "unknown type 'fp8'"),
+        (["graphs", "decoder", "products"], {"int8": 0}, "products in int8"),
+        (["graphs", "decoder", "fp32_nodes"], ["a", "a"], "twice"),
+        (["graphs", "decoder", "fp32_nodes"], [1], r"fp32_nodes\[0\]"),
         (["files", "decoder.onnx", "size"], -1, "size"),
         (["files", "decoder.onnx", "sha256"], "F" * 64, "SHA-256"),
         (["files", "../evil"], {"size": 1, "sha256": "0" * 64}, "'../evil'"),
@@ -104,6 +110,13 @@ def test_text_beyond_ascii_survives() -> None:
 def test_what_the_schema_does_not_have_is_refused(where: list[str | int], value: Any, message: str) -> None:
     with pytest.raises(ManifestError, match=message):
         Manifest.from_json(changed(where, value))
+
+
+@pytest.mark.parametrize("key", ["formats", "products", "fp32_nodes"])
+def test_a_graph_without_what_was_added_later_is_read(key: str) -> None:
+    content = json.loads(example().to_json())
+    del content["graphs"]["decoder"][key]
+    assert not getattr(Manifest.from_json(json.dumps(content)).graphs["decoder"], key)
 
 
 @pytest.mark.parametrize("key", ["task", "target", "files", "graphs", "schema_version", "source"])
