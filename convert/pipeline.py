@@ -17,7 +17,7 @@ from pathlib import Path
 
 from edge_convert.convert.calibration import judging_images
 from edge_convert.convert.export_cache import cached_export
-from edge_convert.convert.recipe import Exported, Progress, Recipe, Request, find_recipe
+from edge_convert.convert.recipe import Exported, Found, Progress, Recipe, Request, find_recipe
 from edge_convert.convert.source import Source, detect_task, open_source
 from edge_convert.convert.stamp import check_finite, read_back, stamp
 from edge_convert.runtime.bundle import Bundle, collect_files, staged, write_manifest
@@ -109,12 +109,11 @@ def _build(
             request.progress("loading the original")
             reference = recipe.reference(request)
             found = recipe.search(request, graphs, reference, Path(work) / "quantise")
-            graphs, record = found.graphs, found.record
         else:
             request.progress(f"writing {request.precision}")
-            graphs, record = recipe.quantise(request, graphs, _subfolder(work, "quantise")), {}
+            found = Found(recipe.quantise(request, graphs, _subfolder(work, "quantise")), {})
         request.progress(f"stamping for {request.profile.name}")
-        graphs = {role: _move(graph, folder) for role, graph in graphs.items()}
+        graphs = {role: _move(graph, folder) for role, graph in found.graphs.items()}
     for graph in graphs.values():
         stamp(graph.path, request.profile)
     processing = recipe.package(request, folder)
@@ -135,7 +134,7 @@ def _build(
         tools=_tool_versions(_TOOLS),
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         warnings=warnings,
-        quantisation=record,
+        quantisation=found.record,
     )
     _check_caps(manifest, request.profile)
     write_manifest(folder, manifest)
@@ -148,7 +147,7 @@ def _build(
             *warnings,
             f"Only {len(images)} photos judged this bundle; give {3 * _FEW_IMAGES} or more to trust it.",
         )
-    report = replace(report, notes=(*report.notes, *warnings))
+    report = replace(report, notes=(*report.notes, *found.notes, *warnings))
     bundle.update_file(REPORT_FILE, report.to_json().encode())
     return report
 
