@@ -15,7 +15,17 @@ import numpy as np
 import numpy.typing as npt
 
 from edge_convert.convert.decoder_passes import drop_unused, find_head, new_value, replace_node
-from edge_convert.convert.weight_formats import Blocks, Bytes, Floats, WeightFormat, half_scales, pack, quantise_rows
+from edge_convert.convert.weight_formats import (
+    ROWS_TO_TRY,
+    Blocks,
+    Bytes,
+    Floats,
+    WeightFormat,
+    half_scales,
+    lies_on_grid,
+    pack,
+    quantise_rows,
+)
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -30,6 +40,7 @@ COARSE_TABLE = WeightFormat(8, 64)
 INT4 = (_GRID, WeightFormat(4, 32, "shrink"))
 INT4_COARSE = (_GRID, WeightFormat(4, 64, "shrink"))
 INT4_FINE = (_GRID, WeightFormat(4, 32, "hqq"))
+INT4_AGAIN = (WeightFormat(4, 32, "nearest"),)
 _GATES = ("/gate_proj/", "/up_proj/", "/gate_up_proj/")  # the largest layers, which bear coarse blocks best
 
 
@@ -78,12 +89,17 @@ def rows_shape(node: ir.Node) -> tuple[int, int]:
     return outputs, inputs
 
 
-def rows_of(node: ir.Node) -> Floats:
-    """The weights of a linear layer as float32 (outputs, inputs)."""
+def rows_of(node: ir.Node, most: int | None = None) -> Floats:
+    """The weights of a linear layer as float32 (outputs, inputs); of the outputs at most the first `most`."""
     weight = node.inputs[1]
     assert weight is not None
     assert weight.const_value is not None
-    return np.ascontiguousarray(weight.const_value.numpy().T, dtype=np.float32)
+    return np.ascontiguousarray(weight.const_value.numpy()[:, :most].T, dtype=np.float32)
+
+
+def layers_on_grid(model: ir.Model) -> int:
+    """How many linear layers lie on a 4-bit grid, as those of a checkpoint that was quantised before do."""
+    return sum(lies_on_grid(rows_of(node, ROWS_TO_TRY), _GRID) for node in linear_layers(model))
 
 
 def quantise_graph(

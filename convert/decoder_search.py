@@ -18,10 +18,12 @@ from edge_convert.convert import decoder_passes as passes
 from edge_convert.convert.decoder_probe import Probe
 from edge_convert.convert.decoder_quantize import (
     COARSE_TABLE,
+    INT4_AGAIN,
     INT4_FINE,
     INT8,
     WeightPlan,
     first_that_fits,
+    layers_on_grid,
     linear_layers,
     quantise_graph,
     rows_of,
@@ -82,7 +84,8 @@ class Cost:
 def search_decoder(search: Search, source: Exported, judge: Judge, *, accuracy_level: int) -> Trial:
     """Try candidates from the cheapest until one is within the bounds; returns the best that was found.
 
-    `source` is the graph in fp32; every candidate is built from it.
+    `source` is the graph in fp32; every candidate is built from it. Where its weights lie on a 4-bit grid, rounding them
+    again is measured too, so that the record has what keeping the grid is worth.
     """
 
     def attempt(name: str, plan: WeightPlan) -> Trial:
@@ -90,6 +93,11 @@ def search_decoder(search: Search, source: Exported, judge: Judge, *, accuracy_l
 
     model = passes.load_graph(source.path)
     coarse = attempt("int4", uniform_plan("int4", model, accuracy_level))
+    if count := layers_on_grid(model):
+        again = attempt("int4, rounded to nearest again", WeightPlan(INT4_AGAIN, COARSE_TABLE, accuracy_level))
+        search.notes.append(_routes(count, len(list(linear_layers(model))), coarse, again))
+        if not coarse.refused and not again.refused:
+            search.pass_over(again, "the source's own grid is kept, which is exact")
     if not coarse.refused:
         return coarse
     fine = attempt("int4, finer blocks", WeightPlan(INT4_FINE, COARSE_TABLE, accuracy_level))
@@ -188,6 +196,15 @@ def _fewest(attempt: Callable[[int], Trial], guess: int, most: int) -> None:
         step *= 2
         if count in (low, high):
             break
+
+
+def _routes(count: int, total: int, kept: Trial, again: Trial) -> str:
+    """What the two ways to int4 cost where the weights were quantised before."""
+    return (
+        f"{count} of {total} layers of the source lie on a 4-bit grid. KL divergence on calibration texts: "
+        f"{kept.metrics['kl_mean']:.4g} with that grid kept ({kept.bytes / 1e6:.1f} MB), "
+        f"{again.metrics['kl_mean']:.4g} rounded to nearest again ({again.bytes / 1e6:.1f} MB)."
+    )
 
 
 def _build(source: Exported, plan: WeightPlan) -> Build:

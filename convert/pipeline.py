@@ -17,7 +17,7 @@ from pathlib import Path
 
 from edge_convert.convert.export_cache import cached_export
 from edge_convert.convert.photos import read_photos
-from edge_convert.convert.recipe import Exported, Progress, Recipe, Request, find_recipe
+from edge_convert.convert.recipe import Exported, Found, Progress, Recipe, Request, find_recipe
 from edge_convert.convert.saturation import check_saturation
 from edge_convert.convert.source import Source, detect_task, open_source
 from edge_convert.convert.stamp import check_finite, read_back, stamp
@@ -110,13 +110,12 @@ def _build(
             request.progress("loading the original")
             reference = recipe.reference(request)
             found = recipe.search(request, graphs, reference, Path(work) / "quantise")
-            graphs, record = found.graphs, found.record
         else:
             request.progress(f"writing {request.precision}")
             graphs = recipe.quantise(request, graphs, _subfolder(work, "quantise"))
-            record = {name: value for graph in graphs.values() for name, value in graph.measured.items()}
+            found = Found(graphs, {name: value for graph in graphs.values() for name, value in graph.measured.items()})
         request.progress(f"stamping for {request.profile.name}")
-        graphs = {role: _move(graph, folder) for role, graph in graphs.items()}
+        graphs = {role: _move(graph, folder) for role, graph in found.graphs.items()}
     for graph in graphs.values():
         stamp(graph.path, request.profile)
         if request.profile.reduce_range:
@@ -139,7 +138,7 @@ def _build(
         tools=_tool_versions(_TOOLS),
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         warnings=warnings,
-        quantisation=record,
+        quantisation=found.record,
     )
     _check_caps(manifest, request.profile)
     write_manifest(folder, manifest)
@@ -152,7 +151,7 @@ def _build(
             *warnings,
             f"Only {len(images)} photos judged this bundle; give {3 * _FEW_IMAGES} or more to trust it.",
         )
-    report = replace(report, notes=(*report.notes, *warnings))
+    report = replace(report, notes=(*report.notes, *found.notes, *warnings))
     bundle.update_file(REPORT_FILE, report.to_json().encode())
     return report
 

@@ -44,10 +44,12 @@ class Exported:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a search over precisions chose: the graphs, and its record for the manifest (plain JSON values)."""
+    """What a search over precisions chose: the graphs, its record for the manifest (plain JSON values), and notes for
+    the report."""
 
     graphs: dict[str, Exported]
     record: dict[str, Any]
+    notes: tuple[str, ...] = ()
 
 
 def nothing_to_check(_: Request, /) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ class Journal:
 class Search:
     """The candidates tried so far, within `bounds` (`<metric>_min`, `<metric>_max`) drawn in by `MARGIN`.
 
-    `folder` is where candidates are built, one at a time. `costs` are those of single nodes, where they were measured:
+    `folder` is where candidates are built, one at a time; `notes` are for the report. `costs` are those of single nodes, where they were measured:
     how far quantising that node alone moves the output.
     """
 
@@ -80,6 +80,7 @@ class Search:
     progress: Callable[[str], None]
     tried: list[Trial] = field(default_factory=list)
     costs: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
     _builds: dict[str, Build] = field(default_factory=dict)
     _last: tuple[str, Graphs] | None = None
 
@@ -98,6 +99,10 @@ class Search:
         self.progress(f"measured {name}: {_told(trial)}")
         self.tried.append(trial)
         return trial
+
+    def pass_over(self, trial: Trial, reason: str) -> None:
+        """Let a candidate that was tried count as refused for `reason`, here and in the record."""
+        self.tried[self.tried.index(trial)] = replace(trial, refused=reason)
 
     def take(self, trial: Trial) -> Graphs:
         """The graphs of a candidate that was tried; built again unless it was the last."""
@@ -119,7 +124,7 @@ class Search:
         graphs = self.take(best)
         for graph in graphs.values():
             record.update(graph.measured)
-        return Found(graphs, record)
+        return Found(graphs, record, tuple(self.notes))
 
     def best(self) -> Trial:
         """The smallest candidate that is within the bounds; if none is, the one that misses them least."""

@@ -68,18 +68,19 @@ def _graphs_in(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
 
 
 def check_finite(path: Path, name: str) -> None:
-    """Raise SourceError if a weight of the exported graph at `path` is no number (NaN), or a matrix has infinities.
+    """Raise SourceError if a weight of the exported graph at `path` is no number (NaN), or a large matrix has infinities.
 
-    Vectors may hold minus infinity, as masks do. `name` is the source's, for the message.
+    Vectors and small matrices may hold minus infinity, as masks do. `name` is the source's, for the message.
     """
     import onnx_ir as ir
 
     for label, value in ir.load(path).graph.initializers.items():
         tensor = value.const_value
-        if tensor is None or not tensor.dtype.is_floating_point() or tensor.size < _LARGE:
+        if tensor is None or not tensor.dtype.is_floating_point():
             continue
         numbers = np.asarray(tensor.numpy(), dtype=np.float32)
-        bad = int(np.isnan(numbers).sum()) or (int(np.isinf(numbers).sum()) if numbers.ndim > 1 else 0)
+        large = numbers.ndim > 1 and numbers.size >= _LARGE
+        bad = int(np.isnan(numbers).sum()) or (int(np.isinf(numbers).sum()) if large else 0)
         if bad:
             raise SourceError(
                 f"The weight {label} of {name} has {bad} values that are not finite numbers, of {tensor.size}. Training "

@@ -18,7 +18,7 @@ Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 
 _ROWS_AT_ONCE = 4096
-_ROWS_TO_TRY = 64  # before a whole matrix is searched for a grid
+ROWS_TO_TRY = 64  # before a whole matrix is searched for a grid
 # How far a block's range is drawn in; the best by squared error is taken.
 _SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)
 # Of a block's largest value: products of two float16 numbers in float32 differ by less, other weights by more.
@@ -79,7 +79,7 @@ class _Part:
 def quantise_rows(weights: Floats, form: WeightFormat) -> Blocks | None:
     """Quantise float32 (rows, columns); None if the method is "grid" and the weights lie on none."""
     method = _METHODS[form.method]
-    if form.method == "grid" and method(_blocked(weights[:_ROWS_TO_TRY], form.block), form.bits) is None:
+    if form.method == "grid" and not lies_on_grid(weights, form):
         return None
     parts = []
     for start in range(0, len(weights), _ROWS_AT_ONCE):
@@ -94,6 +94,11 @@ def quantise_rows(weights: Floats, form: WeightFormat) -> Blocks | None:
         _joined(parts),
         _fraction(parts, form),
     )
+
+
+def lies_on_grid(weights: Floats, form: WeightFormat) -> bool:
+    """Whether the first rows of float32 (rows, columns) lie on a grid that `form` can hold; cheap."""
+    return _grid(_blocked(weights[:ROWS_TO_TRY], form.block), form.bits) is not None
 
 
 def dequantise_rows(blocks: Blocks, columns: int) -> Floats:

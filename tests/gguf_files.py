@@ -14,9 +14,14 @@ SHAPES = {
 }  # fmt: skip
 
 
-def write_gguf(path: Path, architecture: str = "llama", *, extra: dict[str, np.ndarray] | None = None) -> Path:
-    """A whole random Llama of two blocks under the name `architecture`, with `extra` tensors."""
-    from gguf import GGUFWriter
+def write_gguf(
+    path: Path, architecture: str = "llama", *, extra: dict[str, np.ndarray] | None = None, kind: str = "F32"
+) -> Path:
+    """A whole random Llama of two blocks under the name `architecture`, with `extra` tensors.
+
+    Matrices of the blocks are of GGUF's type `kind`, the other tensors float32.
+    """
+    from gguf import GGMLQuantizationType, GGUFWriter, quants
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     writer = GGUFWriter(path, architecture)
@@ -41,7 +46,12 @@ def write_gguf(path: Path, architecture: str = "llama", *, extra: dict[str, np.n
     tensors = {"token_embd": (VOCAB, WIDTH), "output": (VOCAB, WIDTH)}
     tensors |= {f"blk.{layer}.{name}": shape for layer in range(LAYERS) for name, shape in SHAPES.items()}
     for name, shape in tensors.items():
-        writer.add_tensor(f"{name}.weight", (random.standard_normal(shape) * 0.05).astype(np.float32))
+        values = (random.standard_normal(shape) * 0.05).astype(np.float32)
+        if kind == "F32" or "blk" not in name:
+            writer.add_tensor(f"{name}.weight", values)
+        else:
+            stored = GGMLQuantizationType[kind]
+            writer.add_tensor(f"{name}.weight", quants.quantize(values, stored), raw_dtype=stored)
     norms = ["output_norm", *(f"blk.{layer}.{kind}_norm" for layer in range(LAYERS) for kind in ("attn", "ffn"))]
     for name in norms:
         writer.add_tensor(f"{name}.weight", np.ones(WIDTH, np.float32))

@@ -13,7 +13,7 @@ from PIL import Image
 
 from edge_convert.convert import pipeline
 from edge_convert.runtime.bundle import Bundle
-from edge_convert.runtime.errors import OutputError, UnknownNameError, UsageError
+from edge_convert.runtime.errors import OutputError, SourceError, UnknownNameError, UsageError
 
 FACTORY = """
 import torch
@@ -89,6 +89,20 @@ def assert_nothing_left(tmp_path: Path) -> None:
         path.name for path in tmp_path.iterdir() if path.name not in ("images", "tiny_classifier.py", "__pycache__")
     ]
     assert left == []
+
+
+@pytest.mark.parametrize("weight", ["head.bias", "features[0].weight"])
+def test_a_weight_that_is_no_number_is_refused_however_small(
+    tmp_path: Path, factory: str, images: Path, weight: str
+) -> None:
+    path = Path(factory.partition(":")[0])
+    path.write_text(
+        FACTORY
+        + f"\n\ndef broken():\n    model = build()\n    model.{weight}.data[3] = float('nan')\n    return model\n"
+    )
+    with pytest.raises(SourceError, match=r"has \d+ values that are not finite numbers"):
+        pipeline.convert(f"{path}:broken", target="cpu", output=tmp_path / "out", calibration=images)
+    assert_nothing_left(tmp_path)
 
 
 def test_interrupt_in_the_middle_leaves_nothing(tmp_path: Path, factory: str) -> None:

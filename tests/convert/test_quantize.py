@@ -21,6 +21,7 @@ from edge_convert.convert.quantize import (
     split_outliers,
 )
 from edge_convert.convert.rounding import columns, compensated
+from edge_convert.convert.stamp import read_back
 from edge_convert.runtime.errors import ExportError
 
 RNG = np.random.default_rng(0)
@@ -143,6 +144,37 @@ def test_splitting_outliers_keeps_the_product_and_makes_it_precise(outliers, tmp
         quantise_dynamic(outliers, tmp_path / "out.onnx", feeds=calibration)
         errors.append(relative_error(run(tmp_path / "out.onnx", feeds[0]), wanted))
     assert errors[1] < errors[0] / 3
+
+
+def test_an_outlier_a_thousand_times_the_others_is_split_and_its_product_named(tmp_path):
+    random = np.random.default_rng(1)
+    size = np.ones(96, np.float32)
+    size[5] = 1000
+    source = save(
+        tmp_path / "in.onnx",
+        [
+            helper.make_node("Mul", ["x", "size"], ["sized"], "sizing"),
+            helper.make_node("MatMul", ["sized", "w1"], ["h"], "ruined"),
+            helper.make_node("MatMul", ["h", "w2"], ["y"], "harmless"),
+        ],
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 96])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 32])],
+        {
+            "size": size,
+            "w1": random.normal(size=(96, 32)).astype(np.float32) / size[:, None],
+            "w2": random.normal(size=(32, 32)).astype(np.float32),
+        },
+    )
+    feeds = [{"x": random.uniform(-1, 1, (64, 96)).astype(np.float32)} for _ in range(3)]
+    wanted, out, errors = run(source, feeds[0]), tmp_path / "out.onnx", []
+    for given, wide in (([], 0), (feeds, 0), (feeds, 1)):
+        quantise_dynamic(source, out, feeds=given, fp32_products=wide)
+        errors.append(relative_error(run(out, feeds[0]), wanted))
+    assert errors[0] > 0.5
+    assert errors[1] < errors[0] / 2
+    assert errors[2] < errors[1] / 4
+    assert errors[2] < 0.06
+    assert read_back(out).fp32_nodes == ("ruined",)
 
 
 def test_products_without_outliers_are_not_split(encoder):

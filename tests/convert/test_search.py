@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from decoders import SIZES, request_for, save_model
+from gguf_files import write_gguf
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
@@ -146,11 +147,41 @@ def test_a_layer_that_int4_ruins_goes_back_to_int8(tmp_path: Path) -> None:
     assert len(wide) <= 2, found.record
 
 
-def test_a_layer_that_int8_ruins_stays_in_fp32(tmp_path: Path) -> None:
-    found, formats = decide(save_llama(tmp_path / "m", outlier=3000), tmp_path, kl_mean_max=0.01)
+@pytest.mark.parametrize("outlier", [1000, 3000])
+def test_a_layer_that_int8_ruins_stays_in_fp32(tmp_path: Path, outlier: float) -> None:
+    found, formats = decide(save_llama(tmp_path / "m", outlier=outlier), tmp_path, kl_mean_max=0.01)
     assert found.record["chosen"] == "int8, 1 of 12 layers in fp32", found.record
     assert layers(formats, "fp32") == {PLANTED.removesuffix("/MatMul")}
     assert len(layers(formats, "int8")) == 11
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "F32"])
+def test_the_report_has_the_divergence_of_both_ways_from_a_grid(tmp_path: Path, kind: str) -> None:
+    source = write_gguf(tmp_path / "model.gguf", kind=kind)
+    result = convert(str(source), target="cpu", output=tmp_path / "out")
+    tried = {trial["name"]: trial for trial in result.bundle.manifest.quantisation["tried"]}
+    assert result.report is not None
+    told = [note for note in result.report.notes if "grid" in note]
+    if kind == "F32":
+        assert "int4, rounded to nearest again" not in tried
+        assert not told
+        return
+    kept, again = tried["int4"], tried["int4, rounded to nearest again"]
+    assert kept["metrics"]["kl_mean"] < again["metrics"]["kl_mean"] / 10
+    assert told == [
+        f"8 of 9 layers of the source lie on a 4-bit grid. KL divergence on calibration texts: "
+        f"{kept['metrics']['kl_mean']:.4g} with that grid kept ({kept['bytes'] / 1e6:.1f} MB), "
+        f"{again['metrics']['kl_mean']:.4g} rounded to nearest again ({again['bytes'] / 1e6:.1f} MB)."
+    ]
+
+
+def test_a_grid_is_kept_though_rounding_again_is_smaller_and_passes(tmp_path: Path) -> None:
+    found, _ = decide(write_gguf(tmp_path / "model.gguf", kind="Q4_1"), tmp_path, kl_mean_max=1.0)
+    kept, again = found.record["tried"]
+    assert found.record["chosen"] == kept["name"] == "int4"
+    assert kept["bytes"] > again["bytes"]
+    assert again["refused"] == "the source's own grid is kept, which is exact"
+    assert len(found.notes) == 1
 
 
 def test_nothing_passes_and_the_best_is_named(tmp_path: Path) -> None:
