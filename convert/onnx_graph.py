@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_convert.convert.graph_tools import cpu_session
 from edge_convert.convert.interrupt import raise_if_interrupted
 from edge_convert.convert.quantize import fold_constants
 from edge_convert.runtime.errors import ExportError, UnsupportedModelError
@@ -27,19 +28,15 @@ _QUANTISED = (
 
 
 class Original:
-    """The user's file as it is, in ONNX Runtime on the CPU.
+    """The user's file as it is, in ONNX Runtime on the CPU, int8 products exact.
 
     Args:
         path: The ONNX file; its external data is read from its own folder.
     """
 
     def __init__(self, path: Path) -> None:
-        import onnxruntime as ort
-
-        options = ort.SessionOptions()
-        options.log_severity_level = 3
         try:
-            self._session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+            self._session = cpu_session(path)
         except Exception as error:
             raise_if_interrupted(error)
             raise UnsupportedModelError(f"ONNX Runtime cannot load {path.name}: {first_line(error)}") from error

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import yaml
@@ -47,9 +46,8 @@ def test_an_interrupted_search_leaves_nothing_and_goes_on(tmp_path: Path) -> Non
     first = start(tmp_path)
     assert first.stderr is not None
     for line in first.stderr:
-        if "easured int8" in line:  # the candidates before it, too
+        if "easured int4" in line:  # the first of many
             break
-    time.sleep(0.2)
     first.send_signal(signal.SIGINT)
     stdout, rest = first.communicate(timeout=60)
     assert first.returncode == 130, rest
@@ -58,7 +56,7 @@ def test_an_interrupted_search_leaves_nothing_and_goes_on(tmp_path: Path) -> Non
     assert list((tmp_path / "place").iterdir()) == []
     (journal,) = (tmp_path / "cache" / "searches").iterdir()
     before = measured(journal)
-    assert {"trial int4", "trial int4, finer blocks", "trial int8"} <= set(before)
+    assert "trial int4" in before
 
     second = start(tmp_path)
     stdout, progress = second.communicate(timeout=300)

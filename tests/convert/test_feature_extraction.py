@@ -11,6 +11,7 @@ from assets import minilm_folder
 from tokenizers import Tokenizer, models
 
 from edge_convert.convert.fp16 import emulated, prepared, value_types
+from edge_convert.convert.graph_tools import cpu_session
 from edge_convert.convert.recipe import Request
 from edge_convert.convert.recipes.feature_extraction import RECIPE, read_layout
 from edge_convert.convert.source import open_source
@@ -178,9 +179,7 @@ class Runner:
     """What TextEmbedder needs of a Session."""
 
     def __init__(self, path):
-        import onnxruntime as ort
-
-        self.session = ort.InferenceSession(str(path))
+        self.session = cpu_session(path)
 
     def run(self, feed):
         return {"embedding": self.session.run(["embedding"], feed)[0]}

@@ -354,9 +354,7 @@ def test_onnx_runtime_leaves_fp32_convolutions_between_int8_ones_alone(tmp_path)
     out, feed = tmp_path / "out.onnx", {"x": RNG.normal(size=(1, 4, 9, 9)).astype(np.float32)}
     histograms = observe(onnx.load(source), [feed])
     _write_static(source, out, feed, ["c1"], activation_ranges(histograms, "minmax"))
-    options = ort.SessionOptions()
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    wanted = ort.InferenceSession(str(out), options).run(None, feed)[0]
+    wanted = cpu_session(out, optimise=False).run(None, feed)[0]
     unshielded = relative_error(run(out, feed), wanted)
     model = onnx.load(out)
     assert shield(model) == 1
