@@ -3,7 +3,8 @@
     python benchmarks/compare.py FIRST SECOND [--batch-size 16] [--repeats 9] [--threads 2]
 
 Texts are validation's, in their mixed lengths; frames are noise, as speed does not depend on what they show. The two take
-turns, and the ratio is the median over the repeats. Prints one line of text and one of JSON.
+turns, with a pause in which the threads of the one before stop spinning for work, and the ratio is the median over the
+repeats. Prints one line of text and one of JSON.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from edge_convert.wrappers.embed import TextEmbedder
 from edge_convert.wrappers.image import ImageClassifier
 
 FRAMES = 32
+PAUSE_S = 0.3
 
 
 def work_of(path: Path, batch_size: int, threads: int) -> tuple[Callable[[], object], int]:
@@ -51,6 +53,8 @@ def main() -> None:
     rates: list[list[float]] = [[], []]
     for repeat in range(options.repeats + 1):
         for (work, items), found in zip(works, rates, strict=True):
+            time.sleep(PAUSE_S)
+            work()  # the first after a pause is slower
             start = time.perf_counter()
             work()
             if repeat:  # the first round warms up

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_convert.runtime.device import EXACT_INT8
+from edge_convert.runtime.int8 import exact_int8
 
 if TYPE_CHECKING:
     import onnx
@@ -42,7 +42,7 @@ def cpu_session(
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     if threads is not None:
         options.intra_op_num_threads = threads
-    for name, value in {EXACT_INT8: "1", **(settings or {})}.items():
+    for name, value in {**exact_int8(), **(settings or {})}.items():
         options.add_session_config_entry(name, value)
     content = str(graph) if isinstance(graph, Path) else graph.SerializeToString()
     return ort.InferenceSession(content, options, providers=["CPUExecutionProvider"])

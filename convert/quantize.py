@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 _CHANNELS_PER_COPY = 64  # channels of a product's input for each that is added to divide outliers
 _MIN_COPIES = 8
 _WORTH_SPLITTING = 1.5  # of the peak
+_WORTH_ROUNDING = 1.5  # of the least error with weights rounded to nearest
 _BISECTIONS = 40
 
 
@@ -168,9 +169,9 @@ def quantise_static(
 ) -> dict[str, Any]:
     """int8 weights per output channel and int8 activations with fixed scales, in QDQ form; graph outputs stay fp32.
 
-    Ranges of activations are those of the calibration method (`calibration.METHODS`) whose graph errs least on the
-    feeds, weights are rounded so that errors cancel on them (`rounding`), and the few convolutions and products whose
-    quantisation costs most on them stay in fp32 (`mixed_precision`).
+    Weights are rounded so that errors cancel on the feeds (`rounding`). Ranges of activations are those of the
+    calibration method (`calibration.METHODS`) whose graph then errs least on them, and the few convolutions and products
+    whose quantisation costs most on them stay in fp32 (`mixed_precision`).
 
     Args:
         source: fp32 graph; convolutions and their activations should already be folded.
@@ -180,9 +181,10 @@ def quantise_static(
         reduce_range: weights use 7 bits (`saturation`).
 
     Returns:
-        What was measured, as plain values. `calibration`: the method that was `chosen` and, by method, the `errors`
-        (squared error of the first output over its square, before weights are rounded). `costs`: what quantising each
-        node alone costs, on the same scale.
+        What was measured, as plain values. `calibration`: the method that was `chosen` and, by method, the squared
+        error of the first output over its square with weights rounded to nearest (`errors_nearest`) and so that errors
+        cancel (`errors`, of the methods that were not far worse before). `costs`: what quantising each node alone costs,
+        on the same scale.
     """
     import onnx
 
@@ -199,11 +201,17 @@ def quantise_static(
         def write(method: str) -> onnx.ModelProto:
             return _write_static(source, destination, feeds[0], kept, ranges[method], reduce_range=reduce_range)
 
-        errors = output_errors(original, write, list(METHODS), feeds)
-        best = min(errors, key=lambda method: errors[method])
-        if best != list(METHODS)[-1]:  # that is what was written last
-            write(best)
-        round_weights(source, destination, feeds, limit=weight_limit(reduce_range=reduce_range))
+        def write_rounded(method: str) -> onnx.ModelProto:
+            write(method)
+            round_weights(source, destination, feeds, limit=weight_limit(reduce_range=reduce_range))
+            return onnx.load(destination)
+
+        nearest = output_errors(original, write, list(METHODS), feeds)
+        close = [method for method in METHODS if nearest[method] <= _WORTH_ROUNDING * min(nearest.values())]
+        errors = output_errors(original, write_rounded, close, feeds)
+        best = min(close, key=lambda method: errors[method])
+        if best != close[-1]:  # that is what was written last
+            write_rounded(best)
         rounded = onnx.load(destination)
         if fp32_convolutions is None:
             costs = static_costs(original, rounded, feeds)
@@ -216,7 +224,7 @@ def quantise_static(
         onnx.save(model, destination)
     if not any(node.op_type == "QuantizeLinear" for node in model.graph.node):
         raise ExportError("Static int8 changed nothing: the graph has no operator that can be quantised.")
-    return {"calibration": {"chosen": best, "errors": errors}, "costs": costs}
+    return {"calibration": {"chosen": best, "errors": errors, "errors_nearest": nearest}, "costs": costs}
 
 
 def fold_constants(source: Path, destination: Path) -> None:

@@ -20,9 +20,7 @@ CPU_PROVIDER = "CPUExecutionProvider"
 _VERSION = re.compile(r"\d+\.\d+(\.\d+)?")
 _ACCURACY_LEVELS = (0, 1, 2, 3, 4)
 # What an ONNX Runtime session may be told; it ignores an entry that it does not know, so a slip would change nothing.
-EXACT_INT8 = "session.x64quantprecision"
 SESSION_ENTRIES = (
-    EXACT_INT8,
     "session.intra_op.allow_spinning",
     "session.inter_op.allow_spinning",
     "session.set_denormal_as_zero",
@@ -48,7 +46,7 @@ class DeviceProfile:
     and `onnxruntime_max` (inclusive, "major.minor") are the releases the target is kept for.
     `gates[task][precision]` has bounds named `<metric>_min` or `<metric>_max`. `session_config` has entries of ONNX
     Runtime's session configuration. With `reduce_range` int8 weights that meet uint8 activations use 7 of their 8 bits,
-    so that sums of two products fit 16 bits.
+    so that sums of two products fit 16 bits; without it sessions use exact kernels (`runtime.int8`).
     """
 
     name: str
@@ -93,9 +91,8 @@ def load_profile(name: str, path: Path | None = None) -> DeviceProfile:
 
 
 def with_cpu_only(profile: DeviceProfile) -> DeviceProfile:
-    """The same profile on the CPU provider alone, with exact int8 products: for numerics where the device is absent."""
-    exact = {**profile.session_config, EXACT_INT8: "1"}
-    return dataclasses.replace(profile, providers=(ProviderSpec(CPU_PROVIDER),), session_config=exact)
+    """The same profile on the CPU provider alone: for numerics where the device is absent."""
+    return dataclasses.replace(profile, providers=(ProviderSpec(CPU_PROVIDER),))
 
 
 def _read(path: Path) -> tuple[dict[str, DeviceProfile], dict[str, str]]:

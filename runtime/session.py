@@ -14,6 +14,7 @@ import numpy as np
 
 from edge_convert.runtime.device import CPU_PROVIDER, DeviceProfile
 from edge_convert.runtime.errors import BundleError, DeviceError, ProviderUnavailableError, shown
+from edge_convert.runtime.int8 import exact_int8
 from edge_convert.runtime.manifest import GraphSpec, TensorSpec
 from edge_convert.runtime.ort import import_onnxruntime
 from edge_convert.runtime.tensors import check_feed, ort_type_name
@@ -51,7 +52,8 @@ class Session:
         options.intra_op_num_threads = self.threads
         options.inter_op_num_threads = 1
         options.log_severity_level = _LOG_ERRORS_ONLY
-        for name, value in profile.session_config.items():
+        exact = {} if profile.reduce_range else exact_int8()
+        for name, value in {**exact, **profile.session_config}.items():
             options.add_session_config_entry(name, value)
         if not path.is_file():
             raise BundleError(f"The graph {path} is missing. Copy the bundle again.")

@@ -22,7 +22,7 @@ from edge_convert.runtime.bundle import Bundle, collect_files, write_manifest
 from edge_convert.runtime.errors import ExportError
 from edge_convert.runtime.manifest import FileSpec, GraphSpec, Manifest, SourceSpec, TensorSpec
 from edge_convert.validate import doctor
-from edge_convert.validate.doctor import check_provider, one_node_graph, runtime_distributions
+from edge_convert.validate.doctor import add_graph, check_provider, runtime_distributions
 
 COMMANDS = ("model", "validate", "bench", "run", "inspect", "selftest", "targets", "doctor")
 
@@ -36,7 +36,7 @@ def toy_bundle(tmp_path: Path) -> Path:
     """A bundle whose one graph is doctor's `y = x + x`; its task is feature-extraction in name only."""
     folder = tmp_path / "toy"
     folder.mkdir()
-    (folder / "encoder.onnx").write_bytes(one_node_graph())
+    (folder / "encoder.onnx").write_bytes(add_graph())
     tensor = {"dtype": "float32", "shape": (2,)}
     graph = GraphSpec(
         file="encoder.onnx",
@@ -195,7 +195,7 @@ def test_tables_fit_and_cut_nothing(toy_bundle: Path, monkeypatch: pytest.Monkey
     targets = invoke("targets").stdout
     assert all(name in targets for name in ("jetson-orin-nano-8gb-jp6", "jetson-orin-nano,", "CUDAExecutionProvider"))
     files = invoke("inspect", str(toy_bundle)).stdout
-    assert hashlib.sha256(one_node_graph()).hexdigest() in files
+    assert hashlib.sha256(add_graph()).hexdigest() in files
     assert "0" * 64 in files  # of the source
     for line in (*targets.splitlines(), *files.splitlines()):
         assert line == line.rstrip()
@@ -206,7 +206,7 @@ def test_inspect_shows_graphs_weights_files_and_provenance(toy_bundle: Path) -> 
     value = json.loads(invoke("inspect", str(toy_bundle), "--json").stdout)
     assert value["graphs"]["encoder"]["node_counts"] == {"Add": 1}
     assert value["graphs"]["encoder"]["initializer_bytes"] == {"float32": 2048}
-    assert value["files"]["encoder.onnx"]["size"] == len(one_node_graph())
+    assert value["files"]["encoder.onnx"]["size"] == len(add_graph())
     text = invoke("inspect", str(toy_bundle)).stdout
     for expected in ("encoder.onnx", "2 KiB", "toy [v1]", "x: float32 (2)"):
         assert expected in text

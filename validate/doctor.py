@@ -14,7 +14,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from edge_convert.runtime.device import CPU_PROVIDER
 from edge_convert.runtime.errors import NOT_FOR_DEVICES
+from edge_convert.runtime.one_node import FLOAT, one_node_graph
 from edge_convert.validate import figures
 
 if TYPE_CHECKING:
@@ -32,29 +34,17 @@ _CPU_WORDS = {
     "threads": "threads by default",
     "machine": "architecture",
 }
+_INT8_WORDS = {
+    False: "exact",
+    True: "the fast kernels saturate (no VNNI); slower exact ones are used, or convert with --target cpu-avx2",
+}
 _RUNTIMES = ("onnxruntime", "ort-nightly")
 _NOT_RUNTIMES = ("onnxruntime-genai", "onnxruntime-extensions", "onnxruntime-tools")
 
 
-def _field(number: int, payload: bytes) -> bytes:
-    """One length-delimited protobuf field; number < 16 and fewer than 128 bytes of payload."""
-    return bytes([number << 3 | 2, len(payload)]) + payload
-
-
-def one_node_graph() -> bytes:
-    """An ONNX model `y = x + x`, x and y float32 (2,), IR 8, opset 13, as serialized protobuf.
-
-    Written by hand from the field numbers of the public schema (onnx.proto), because the device side has no
-    onnx package: ModelProto ir_version=1, graph=7, opset_import=8; GraphProto node=1, name=2, input=11,
-    output=12; NodeProto input=1, output=2, op_type=4; ValueInfoProto name=1, type=2.
-    """
-    dimension = _field(1, b"\x08\x02")  # TensorShapeProto.dim { dim_value: 2 }
-    tensor = b"\x08\x01" + _field(2, dimension)  # elem_type: FLOAT, shape
-    kind = _field(1, tensor)  # TypeProto.tensor_type
-    node = _field(1, b"x") + _field(1, b"x") + _field(2, b"y") + _field(4, b"Add")
-    graph = _field(1, node) + _field(2, b"g")
-    graph += _field(11, _field(1, b"x") + _field(2, kind)) + _field(12, _field(1, b"y") + _field(2, kind))
-    return b"\x08\x08" + _field(7, graph) + _field(8, b"\x10\x0d")
+def add_graph() -> bytes:
+    """An ONNX model `y = x + x`, x and y float32 (2,)."""
+    return one_node_graph("Add", ("x", "x"), {"x": (FLOAT, (2,))}, (FLOAT, (2,)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +58,7 @@ class ProviderCheck:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """All that `doctor` found; memory in MB (2**20 bytes)."""
+    """All that `doctor` found; memory in MB (2**20 bytes). `int8_saturates` is None if no CPU provider works."""
 
     edge_convert: str
     python: str
@@ -80,6 +70,7 @@ class Findings:
     memory_mb: dict[str, int]
     jetson: str | None
     providers: tuple[ProviderCheck, ...]
+    int8_saturates: bool | None
     targets: dict[str, bool]
     needs: dict[str, str]
     problems: tuple[str, ...]
@@ -121,6 +112,7 @@ def examine() -> Findings:
         memory_mb=_memory(),
         jetson=_first_line(Path("/etc/nv_tegra_release")),
         providers=checks,
+        int8_saturates=_int8_saturates(checks),
         targets={name: not reason for name, reason in needs.items()},
         needs={name: reason for name, reason in needs.items() if reason},
         problems=tuple(problems),
@@ -145,10 +137,10 @@ def check_provider(name: str) -> ProviderCheck:
     options = ort.SessionOptions()
     options.log_severity_level = 4
     options.intra_op_num_threads = 1
-    if name != "CPUExecutionProvider":
+    if name != CPU_PROVIDER:
         options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
     try:
-        session = ort.InferenceSession(one_node_graph(), options, providers=[name])
+        session = ort.InferenceSession(add_graph(), options, providers=[name])
         if name not in session.get_providers():
             return ProviderCheck(name, False, f"fell back to {', '.join(session.get_providers())}")
         result = session.run(None, {"x": np.array([1.5, -2.0], np.float32)})[0]
@@ -175,6 +167,8 @@ def tables(findings: Findings) -> list[Group]:
     providers = figures.table("provider", "works", "what was seen")
     for check in findings.providers:
         providers.add_row(check.name, _yes(check.works), Text(check.detail))
+    if findings.int8_saturates is not None:
+        rows["int8 products"] = _INT8_WORDS[findings.int8_saturates]
     targets = figures.table("target", "can run here", "reason")
     for name, usable in findings.targets.items():
         targets.add_row(Text(name), _yes(usable), Text(findings.needs.get(name, "")))
@@ -198,6 +192,13 @@ def _providers() -> tuple[str | None, tuple[ProviderCheck, ...]]:
         return None, ()
     names = [name for name in ort.get_available_providers() if name not in NOT_FOR_DEVICES]
     return str(ort.__version__), tuple(check_provider(name) for name in names)
+
+
+def _int8_saturates(checks: tuple[ProviderCheck, ...]) -> bool | None:
+    """Whether this CPU's int8 kernels are wrong; None where the CPU provider does not work."""
+    from edge_convert.runtime.int8 import saturates
+
+    return saturates() if any(check.works and check.name == CPU_PROVIDER for check in checks) else None
 
 
 def _needs(checks: tuple[ProviderCheck, ...]) -> dict[str, str]:

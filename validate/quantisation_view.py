@@ -45,10 +45,12 @@ def tables(manifest: Manifest) -> list[RenderableType]:
 def _methods(calibration: Mapping[str, Any]) -> RenderableType:
     from rich.text import Text
 
-    table = figures.table("method", "error of the output", "outcome", right=("error of the output",))
-    for method, error in calibration["errors"].items():
+    columns = ("error, weights to nearest", "error, weights rounded together")
+    table = figures.table("method", *columns, "outcome", right=columns)
+    for method, error in calibration["errors_nearest"].items():
+        rounded = calibration["errors"].get(method)
         outcome = Text("chosen", style="bold green") if method == calibration["chosen"] else Text("")
-        table.add_row(method, figures.number(error), outcome)
+        table.add_row(method, figures.number(error), "" if rounded is None else figures.number(rounded), outcome)
     return table
 
 

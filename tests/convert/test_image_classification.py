@@ -10,6 +10,7 @@ import pytest
 from assets import efficientnet_weights, photos
 from PIL import Image
 
+from edge_convert.convert.calibration import METHODS
 from edge_convert.convert.fp16 import emulated, first_fault, prepared
 from edge_convert.convert.graph_tools import cpu_session
 from edge_convert.convert.recipe import Request
@@ -135,7 +136,9 @@ def test_samples_calibrate_where_the_user_gives_no_photos(tmp_path):
     assert "sample photos of scikit-image" in warning
     assert "--calibration" in warning
     graph = RECIPE.quantise(request, RECIPE.export(request, tmp_path / "out"), tmp_path / "q")["classifier"]
-    assert graph.measured["calibration"]["chosen"] in graph.measured["calibration"]["errors"]
+    calibration = graph.measured["calibration"]
+    assert calibration["chosen"] in calibration["errors"]
+    assert set(calibration["errors"]) <= set(calibration["errors_nearest"]) == set(METHODS)
     assert graph.measured["costs"]
 
 

@@ -11,7 +11,6 @@ import yaml
 
 from edge_convert.runtime.device import (
     DEVICES_FILE,
-    EXACT_INT8,
     DeviceProfile,
     aliases,
     load_profile,
@@ -91,12 +90,11 @@ def test_gate_bounds_are_a_copy_and_empty_when_there_are_none() -> None:
     assert profile.gate_bounds("feature-extraction", "int4") == {}
 
 
-def test_with_cpu_only_changes_the_providers_and_makes_int8_exact() -> None:
+def test_with_cpu_only_changes_the_providers_alone() -> None:
     cuda = load_profile("cuda")
     cpu = with_cpu_only(cuda)
     assert [(provider.name, provider.options) for provider in cpu.providers] == [("CPUExecutionProvider", {})]
-    assert cpu.session_config == {EXACT_INT8: "1"}
-    assert dataclasses.replace(cpu, providers=cuda.providers, session_config=cuda.session_config) == cuda
+    assert dataclasses.replace(cpu, providers=cuda.providers) == cuda
 
 
 def test_profile_is_frozen() -> None:
@@ -156,8 +154,8 @@ def test_a_missing_key_is_named(tmp_path: Path, key: str) -> None:
         ({"accuracy_level": 9}, "accuracy_level is 9"),
         ({"reduce_range": 1}, "reduce_range is 1"),
         ({"session_config": ["x"]}, "session_config is list"),
-        ({"session_config": {EXACT_INT8: 1}}, "x64quantprecision is 1"),
-        ({"session_config": {"session.x64quantprecison": "1"}}, "unknown key 'session.x64quantprecison'"),
+        ({"session_config": {"session.set_denormal_as_zero": 1}}, "set_denormal_as_zero is 1"),
+        ({"session_config": {"session.set_denormals": "1"}}, "unknown key 'session.set_denormals'"),
         ({"gates": {"chess": {}}}, "unknown key 'chess'"),
         ({"gates": {"text-generation": {"int8": {"kl_mean": 1.0}}}}, "bound 'kl_mean'"),
         ({"gates": {"text-generation": {"int8": {"kl_mean_max": "low"}}}}, "'low'"),
@@ -183,10 +181,3 @@ def test_a_file_without_targets_is_refused(tmp_path: Path, text: str) -> None:
 def test_an_absent_file_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(DeviceError, match="cannot be read"):
         load_profiles(tmp_path / "absent.yaml")
-
-
-def test_x86_targets_do_not_saturate() -> None:
-    """Either the kernels are exact or the weights use 7 bits."""
-    for profile in load_profiles().values():
-        if profile.providers[0].name == "CPUExecutionProvider":
-            assert profile.reduce_range or profile.session_config.get(EXACT_INT8) == "1", profile.name

@@ -17,6 +17,7 @@ from edge_convert.runtime.errors import (
     MissingExtraError,
     ProviderUnavailableError,
 )
+from edge_convert.runtime.int8 import EXACT_INT8
 from edge_convert.runtime.manifest import GraphSpec, Manifest, SourceSpec, TensorSpec
 from edge_convert.runtime.session import Session
 from edge_convert.runtime.threads import available_cpus
@@ -90,8 +91,21 @@ def test_entries_of_the_profile_reach_onnx_runtime(graph: Path) -> None:
     profile = dataclasses.replace(CPU, session_config={"session.set_denormal_as_zero": "1"})
     options = Session(graph, SPEC, profile).ort.get_session_options()
     assert options.get_session_config_entry("session.set_denormal_as_zero") == "1"
-    exact = Session(graph, SPEC, CPU).ort.get_session_options()
-    assert exact.get_session_config_entry("session.x64quantprecision") == "1"
+
+
+@pytest.mark.parametrize(("saturating", "reduce_range"), [(True, False), (True, True), (False, False)])
+def test_exact_int8_is_asked_for_where_it_is_needed(
+    graph: Path, monkeypatch: pytest.MonkeyPatch, saturating: bool, reduce_range: bool
+) -> None:
+    """Not where the CPU is exact, nor for weights of 7 bits: it can be slower."""
+    monkeypatch.setattr("edge_convert.runtime.int8.saturates", lambda: saturating)
+    profile = dataclasses.replace(CPU, reduce_range=reduce_range)
+    options = Session(graph, SPEC, profile).ort.get_session_options()
+    if saturating and not reduce_range:
+        assert options.get_session_config_entry(EXACT_INT8) == "1"
+    else:
+        with pytest.raises(RuntimeError, match=EXACT_INT8):
+            options.get_session_config_entry(EXACT_INT8)
 
 
 def test_threads_are_what_was_asked_for(graph: Path) -> None:
