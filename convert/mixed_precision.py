@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 Scales = tuple[NDArray[Any], NDArray[Any]]  # scale and zero point
 OutputError = Callable[[NDArray[Any], NDArray[Any]], float]  # of the original's output and the other's
 MAX_FEEDS = 6
-_SHARE = 4  # times the mean cost. Islands of fp32 cost time at their edges; below this they bought no top-1 agreement
+# Squared error of the output over its square at which no more nodes go back to fp32: 25 dB. Islands cost time at their
+# edges, and below it they bought EfficientNet-Lite0 no top-1 agreement (docs/quantisation.md).
+CLOSE = 10**-2.5
 _AT_MOST = 1 / 6  # of the convolutions and products
 
 
@@ -71,14 +73,26 @@ def static_costs(original: onnx.ModelProto, quantised: onnx.ModelProto, feeds: S
     return output_errors(original, lambda node: _alone(original, quantised, node), nodes, feeds)
 
 
-def sensitive(costs: dict[str, float]) -> list[str]:
-    """The nodes to leave in fp32, worst first: those that cost more than `_SHARE` times the mean.
+def put_back(costs: dict[str, float], error: Callable[[list[str]], float]) -> tuple[list[str], list[float]]:
+    """The nodes to leave in fp32, worst first: the fewest with which the output is `CLOSE`.
 
-    At most `_AT_MOST` of the nodes, and never all.
+    At most `_AT_MOST` of the nodes, and never all. If those do not suffice, as many as err least.
+
+    Args:
+        costs: of each node alone (`static_costs`).
+        error: of the graph with these nodes in fp32.
+
+    Returns:
+        The nodes, and the errors with 0, 1, 2, ... of the worst in fp32 as far as they were tried.
     """
     most = min(math.ceil(len(costs) * _AT_MOST), len(costs) - 1)
-    bound = _SHARE * sum(costs.values()) / max(len(costs), 1)
-    return [name for name in worst(costs, most) if costs[name] > bound]
+    order = worst(costs, most)
+    errors: list[float] = []
+    for count in range(len(order) + 1):
+        errors.append(error(order[:count]))
+        if errors[-1] <= CLOSE:
+            break
+    return order[: int(np.argmin(errors))], errors
 
 
 def free_outputs(model: onnx.ModelProto) -> int:
@@ -101,6 +115,7 @@ def free_outputs(model: onnx.ModelProto) -> int:
             for names in (node.input, node.output):
                 names[:] = [output.name if name == inner else name for name in names]
         count += 1
+    _drop_unread(graph)
     return count
 
 
@@ -141,10 +156,12 @@ def shield(model: onnx.ModelProto) -> int:
 
 
 def _drop_unread(graph: onnx.GraphProto) -> None:
-    """Remove the DequantizeLinear nodes that nothing reads any more."""
+    """Remove the DequantizeLinear nodes and the constants that nothing reads any more."""
     read = {name for node in graph.node for name in node.input} | {value.name for value in graph.output}
     for node in [node for node in graph.node if node.op_type == "DequantizeLinear" and node.output[0] not in read]:
         graph.node.remove(node)
+    read = {name for node in graph.node for name in node.input} | {value.name for value in graph.output}
+    replace_items(graph.initializer, [tensor for tensor in graph.initializer if tensor.name in read])
 
 
 def _input_channels(node: onnx.NodeProto, weights: onnx.TensorProto) -> int:

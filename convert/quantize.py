@@ -32,7 +32,7 @@ from edge_convert.convert.mixed_precision import (
     cosine_error,
     free_outputs,
     output_errors,
-    sensitive,
+    put_back,
     shield,
     static_costs,
     worst,
@@ -170,8 +170,9 @@ def quantise_static(
     """int8 weights per output channel and int8 activations with fixed scales, in QDQ form; graph outputs stay fp32.
 
     Weights are rounded so that errors cancel on the feeds (`rounding`). Ranges of activations are those of the
-    calibration method (`calibration.METHODS`) whose graph then errs least on them, and the few convolutions and products
-    whose quantisation costs most on them stay in fp32 (`mixed_precision`).
+    calibration method (`calibration.METHODS`) whose graph then errs least on them, and of the convolutions and products
+    whose quantisation costs most on them as few stay in fp32 as bring the output close to the original's
+    (`mixed_precision.put_back`).
 
     Args:
         source: fp32 graph; convolutions and their activations should already be folded.
@@ -184,7 +185,7 @@ def quantise_static(
         What was measured, as plain values. `calibration`: the method that was `chosen` and, by method, the squared
         error of the first output over its square with weights rounded to nearest (`errors_nearest`) and so that errors
         cancel (`errors`, of the methods that were not far worse before). `costs`: what quantising each node alone costs,
-        on the same scale.
+        on the same scale; `errors_by_fp32_nodes`: the error with none, one, two, ... of the costliest in fp32.
     """
     import onnx
 
@@ -193,7 +194,6 @@ def quantise_static(
         raise ExportError("Static int8 needs calibration feeds to measure activations, and there are none.")
     original = onnx.load(source)
     kept = [node.name for node in original.graph.node if node.op_type == "Conv"][: fp32_convolutions or 0]
-    costs: dict[str, float] = {}
     with _quietly("static int8"):
         histograms = observe(original, feeds)
         ranges = {method: activation_ranges(histograms, method) for method in METHODS}
@@ -213,18 +213,25 @@ def quantise_static(
         if best != close[-1]:  # that is what was written last
             write_rounded(best)
         rounded = onnx.load(destination)
+        found: dict[str, Any] = {"calibration": {"chosen": best, "errors": errors, "errors_nearest": nearest}}
         if fp32_convolutions is None:
-            costs = static_costs(original, rounded, feeds)
-            kept = sensitive(costs)
-            if kept:
-                write(best)
+
+            def leave(nodes: Sequence[str]) -> onnx.ModelProto:
+                _write_static(source, destination, feeds[0], nodes, ranges[best], reduce_range=reduce_range)
                 copy_weights(rounded, destination)
+                return onnx.load(destination)
+
+            found["costs"] = static_costs(original, rounded, feeds)
+            nodes, found["errors_by_fp32_nodes"] = put_back(
+                found["costs"], lambda nodes: output_errors(original, lambda _: leave(nodes), ["left"], feeds)["left"]
+            )
+            leave(nodes)
         model = onnx.load(destination)
         shield(model)
         onnx.save(model, destination)
     if not any(node.op_type == "QuantizeLinear" for node in model.graph.node):
         raise ExportError("Static int8 changed nothing: the graph has no operator that can be quantised.")
-    return {"calibration": {"chosen": best, "errors": errors, "errors_nearest": nearest}, "costs": costs}
+    return found
 
 
 def fold_constants(source: Path, destination: Path) -> None:

@@ -9,7 +9,7 @@ from onnx import TensorProto, helper, numpy_helper
 from edge_convert.convert.calibration import activation_ranges, observe
 from edge_convert.convert.fp16 import to_float16
 from edge_convert.convert.graph_tools import cpu_session
-from edge_convert.convert.mixed_precision import free_outputs, output_errors, shield, worst
+from edge_convert.convert.mixed_precision import CLOSE, free_outputs, output_errors, put_back, shield, worst
 from edge_convert.convert.quantize import (
     _write_dynamic,
     _write_static,
@@ -325,12 +325,26 @@ def test_the_convolution_whose_quantisation_ruins_the_output_stays_fp32(tmp_path
     )
     out = tmp_path / "out.onnx"
     feeds = [{"x": RNG.normal(size=(1, 8, 8, 8)).astype(np.float32)} for _ in range(8)]
-    quantise_static(source, out, feeds)
+    found = quantise_static(source, out, feeds)
     kinds = {tensor.name: tensor.data_type for tensor in onnx.load(out).graph.initializer}
     assert [at for at in range(6) if kinds.get(f"w{at}") == TensorProto.FLOAT] == [bad]
     assert relative_error(run(out, feeds[0]), run(source, feeds[0])) < 0.1
+    assert len(found["errors_by_fp32_nodes"]) == 2
+    assert found["errors_by_fp32_nodes"][1] < found["errors_by_fp32_nodes"][0] / 5
     quantise_static(source, out, feeds, fp32_convolutions=0)
     assert relative_error(run(out, feeds[0]), run(source, feeds[0])) > 0.5
+
+
+def test_the_fewest_nodes_go_back_that_bring_the_output_close():
+    costs = {f"n{at}": 1.0 + at for at in range(30)}  # at most 5 of them
+
+    def tried(errors):
+        return put_back(costs, lambda nodes: errors[len(nodes)])
+
+    assert tried([CLOSE]) == ([], [CLOSE])
+    assert tried([9, 1, CLOSE / 2, 0]) == (["n29", "n28"], [9, 1, CLOSE / 2])
+    assert tried([9, 8, 7, 6, 7, 8]) == (["n29", "n28", "n27"], [9, 8, 7, 6, 7, 8])
+    assert put_back({"only": 1.0}, lambda nodes: 1.0 - len(nodes)) == ([], [1.0])
 
 
 def test_onnx_runtime_leaves_fp32_convolutions_between_int8_ones_alone(tmp_path):
@@ -388,6 +402,7 @@ def test_outputs_are_given_as_they_are_computed(tmp_path):
     )
     assert free_outputs(model) == 1
     onnx.checker.check_model(model)
+    assert not model.graph.initializer
     x = np.array([0.51, 0.52], np.float32)
     found = ort.InferenceSession(model.SerializeToString()).run(None, {"x": x})
     np.testing.assert_array_equal(found, [x, -x])
