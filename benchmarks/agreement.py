@@ -1,10 +1,10 @@
 """Top-1 agreement of classifier bundles with their original, on random crops of photos that never calibrated.
 
-    python benchmarks/agreement.py SOURCE BUNDLE [BUNDLE ...] [--photos DIR] [--crops 480] [--seed 5]
+    python benchmarks/agreement.py SOURCE BUNDLE [BUNDLE ...] [--photos DIR] [--crops 480] [--smallest 0.35] [--seed 5]
 
-Crops are 35 to 100 % of each side, half of them mirrored, as many of each photo. Without --photos: the sample photos that
-judge, and china and flower of scikit-learn where it is installed. The interval is that of Wilson at 95 %; crops of few
-photos are alike, so the true one is wider. Prints a table and one line of JSON.
+Crops are `--smallest` to 100 % of each side, half of them mirrored, as many of each photo. Without --photos: the sample
+photos that judge, and china and flower of scikit-learn where it is installed. The interval is that of Wilson at 95 %;
+crops of few photos are alike, so the true one is wider. Prints a table and one line of JSON.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ from edge_convert.validate.runner import ClassifierReference
 from edge_convert.validate.suites_image import in_batches
 from edge_convert.wrappers.image import ImageClassifier, load_image
 
-SMALLEST = 0.35  # of a side
-
 
 def photos_of(folder: Path | None) -> list[Any]:
     """The photos to cut: all of a folder, or those that judge by default."""
@@ -46,9 +44,9 @@ def photos_of(folder: Path | None) -> list[Any]:
     ]
 
 
-def crop(image: PIL.Image.Image, rng: np.random.Generator) -> PIL.Image.Image:
-    """A random part of the picture, mirrored every other time."""
-    share = rng.uniform(SMALLEST, 1)
+def crop(image: PIL.Image.Image, smallest: float, rng: np.random.Generator) -> PIL.Image.Image:
+    """A random part of the picture, at least `smallest` of each side, mirrored every other time."""
+    share = rng.uniform(smallest, 1)
     width, height = max(1, int(image.width * share)), max(1, int(image.height * share))
     left, top = (int(rng.integers(0, room + 1)) for room in (image.width - width, image.height - height))
     part = image.crop((left, top, left + width, top + height))
@@ -67,13 +65,16 @@ def main() -> None:
     parser.add_argument("bundles", nargs="+", type=Path)
     parser.add_argument("--photos", type=Path)
     parser.add_argument("--crops", type=int, default=480)
+    parser.add_argument("--smallest", type=float, default=0.35)
     parser.add_argument("--seed", type=int, default=5)
     options = parser.parse_args()
     bundles = [Bundle.open(path) for path in options.bundles]
     original = cast("ClassifierReference", load_reference(options.source, bundle=bundles[0]))
     images = [load_image(path) for path in photos_of(options.photos)]
     rng = np.random.default_rng(options.seed)
-    frames = np.stack([original.preprocess(crop(images[at % len(images)], rng)) for at in range(options.crops)])
+    frames = np.stack(
+        [original.preprocess(crop(images[at % len(images)], options.smallest, rng)) for at in range(options.crops)]
+    )
     expected = in_batches(original.logits, frames)
     rows = {}
     for path, bundle in zip(options.bundles, bundles, strict=True):
@@ -97,7 +98,17 @@ def main() -> None:
             f"between the original's two best logits, probability error {rows[str(path)]['probability_error_mean']:.4f}, "
             f"SNR {rows[str(path)]['snr_db']:.1f} dB"
         )
-    print(json.dumps({"crops": options.crops, "photos": len(images), "seed": options.seed, "bundles": rows}))
+    print(
+        json.dumps(
+            {
+                "crops": options.crops,
+                "photos": len(images),
+                "smallest": options.smallest,
+                "seed": options.seed,
+                "bundles": rows,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":
