@@ -73,7 +73,9 @@ def static_costs(original: onnx.ModelProto, quantised: onnx.ModelProto, feeds: S
     return output_errors(original, lambda node: _alone(original, quantised, node), nodes, feeds)
 
 
-def put_back(costs: dict[str, float], error: Callable[[list[str]], float]) -> tuple[list[str], list[float]]:
+def put_back(
+    costs: dict[str, float], error: Callable[[list[str]], float], *, at_least: int = 0
+) -> tuple[list[str], dict[str, float]]:
     """The nodes to leave in fp32, worst first: the fewest with which the output is `CLOSE`.
 
     At most `_AT_MOST` of the nodes, and never all. If those do not suffice, as many as err least.
@@ -81,18 +83,19 @@ def put_back(costs: dict[str, float], error: Callable[[list[str]], float]) -> tu
     Args:
         costs: of each node alone (`static_costs`).
         error: of the graph with these nodes in fp32.
+        at_least: so many are left in fp32 anyway, as far as there are more.
 
     Returns:
-        The nodes, and the errors with 0, 1, 2, ... of the worst in fp32 as far as they were tried.
+        The nodes, and the errors by how many of the worst are in fp32 (as text, for JSON), as far as they were tried.
     """
-    most = min(math.ceil(len(costs) * _AT_MOST), len(costs) - 1)
-    order = worst(costs, most)
-    errors: list[float] = []
-    for count in range(len(order) + 1):
-        errors.append(error(order[:count]))
-        if errors[-1] <= CLOSE:
+    least = min(at_least, len(costs) - 1)
+    order = worst(costs, max(least, min(math.ceil(len(costs) * _AT_MOST), len(costs) - 1)))
+    errors: dict[str, float] = {}
+    for count in range(least, len(order) + 1):
+        errors[str(count)] = error(order[:count])
+        if errors[str(count)] <= CLOSE:
             break
-    return order[: int(np.argmin(errors))], errors
+    return order[: int(min(errors, key=errors.__getitem__))], errors
 
 
 def free_outputs(model: onnx.ModelProto) -> int:

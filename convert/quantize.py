@@ -35,7 +35,6 @@ from edge_convert.convert.mixed_precision import (
     put_back,
     shield,
     static_costs,
-    worst,
 )
 from edge_convert.convert.rounding import copy_weights, round_weights
 from edge_convert.convert.saturation import weight_limit
@@ -57,7 +56,6 @@ def quantise_dynamic(
     *,
     exclude: Iterable[str] = (),
     feeds: Iterable[Feed] | None = None,
-    fp32_products: int = 0,
     reduce_range: bool = False,
 ) -> None:
     """int8 weights per output channel, activations quantised as they come; embedding tables per row.
@@ -70,7 +68,6 @@ def quantise_dynamic(
         exclude: names of nodes that stay in fp32.
         feeds: calibration feeds that show where the outliers are; None for random tokens (`token_feeds`), empty
             for no splitting.
-        fp32_products: so many of the products stay in fp32, those whose quantisation costs most on the feeds.
         reduce_range: weights of products use 7 bits (`saturation`).
     """
     import onnx
@@ -81,8 +78,6 @@ def quantise_dynamic(
     with _quietly("dynamic int8"):
         if feeds:
             split_outliers(model, feeds, exclude=kept)
-        if feeds and fp32_products:
-            kept += worst(product_costs(model, feeds, exclude=kept), fp32_products)
         model = _write_dynamic(model, destination, exclude=kept, reduce_range=reduce_range)
     _quantise_tables(model)
     onnx.save(model, destination)
@@ -91,20 +86,29 @@ def quantise_dynamic(
 
 
 def product_costs(
-    model: onnx.ModelProto,
-    feeds: Sequence[Feed],
-    *,
-    exclude: Iterable[str] = (),
-    output_error: OutputError = cosine_error,
+    source: Path, feeds: Sequence[Feed], *, reduce_range: bool = False, output_error: OutputError = cosine_error
 ) -> dict[str, float]:
-    """What dynamic int8 of each product with a constant weight costs by itself (`output_errors`); `exclude` are not."""
-    left_out = set(exclude)
-    names = [node.name for node in _products(model) if node.name not in left_out]
-    with TemporaryDirectory() as folder:
+    """What dynamic int8 of each product with a constant weight costs by itself (`output_errors`).
+
+    Args:
+        source: fp32 graph; outliers are split as `quantise_dynamic` does.
+        feeds: calibration feeds.
+        reduce_range: weights use 7 bits (`saturation`).
+        output_error: error of one feed's output.
+    """
+    import onnx
+
+    model = onnx.load(source)
+    with _quietly("dynamic int8"), TemporaryDirectory() as folder:
+        if tokens := token_feeds(model):
+            split_outliers(model, tokens)
+        names = [node.name for node in _products(model)]
         path = Path(folder) / "alone.onnx"
-        return output_errors(
-            model, lambda name: _write_dynamic(model, path, only=[name]), names, feeds, output_error=output_error
-        )
+
+        def alone(name: str) -> onnx.ModelProto:
+            return _write_dynamic(model, path, only=[name], reduce_range=reduce_range)
+
+        return output_errors(model, alone, names, feeds, output_error=output_error)
 
 
 def split_outliers(model: onnx.ModelProto, feeds: Sequence[Feed], *, exclude: Iterable[str] = ()) -> int:
@@ -165,6 +169,7 @@ def quantise_static(
     feeds: Iterable[Feed],
     *,
     fp32_convolutions: int | None = None,
+    fp32_nodes: int = 0,
     reduce_range: bool = False,
 ) -> dict[str, Any]:
     """int8 weights per output channel and int8 activations with fixed scales, in QDQ form; graph outputs stay fp32.
@@ -179,13 +184,14 @@ def quantise_static(
         destination: where the int8 graph is written, weights inside.
         feeds: calibration feeds; read once, then held.
         fp32_convolutions: so many of the first convolutions stay in fp32, instead of those measured.
+        fp32_nodes: so many of the costliest convolutions and products stay in fp32 at least.
         reduce_range: weights use 7 bits (`saturation`).
 
     Returns:
         What was measured, as plain values. `calibration`: the method that was `chosen` and, by method, the squared
         error of the first output over its square with weights rounded to nearest (`errors_nearest`) and so that errors
         cancel (`errors`, of the methods that were not far worse before). `costs`: what quantising each node alone costs,
-        on the same scale; `errors_by_fp32_nodes`: the error with none, one, two, ... of the costliest in fp32.
+        on the same scale; `errors_by_fp32_nodes`: the error by how many of the costliest are in fp32.
     """
     import onnx
 
@@ -223,7 +229,9 @@ def quantise_static(
 
             found["costs"] = static_costs(original, rounded, feeds)
             nodes, found["errors_by_fp32_nodes"] = put_back(
-                found["costs"], lambda nodes: output_errors(original, lambda _: leave(nodes), ["left"], feeds)["left"]
+                found["costs"],
+                lambda nodes: output_errors(original, lambda _: leave(nodes), ["left"], feeds)["left"],
+                at_least=fp32_nodes,
             )
             leave(nodes)
         model = onnx.load(destination)

@@ -19,6 +19,12 @@ if TYPE_CHECKING:
 _LAYER = re.compile(r"layers?[./](\d+)[./](.+?)(?:[./](?:MatMul|Gemm|Conv)[^./]*)?$")
 # How a format is drawn: one character and a colour.
 _MARKS = {"int4": ("4", "green"), "int8": ("8", "yellow"), "fp16": ("h", "magenta"), "fp32": ("F", "red")}
+# What the costs of single nodes are measured in (`search.Search.costs`).
+_COST_UNITS = {
+    "text-generation": "nats of KL divergence",
+    "feature-extraction": "of 1 - cosine, summed over a batch",
+    "image-classification": "of the output's square",
+}
 _FEW = 6
 _MANY = 30
 _BARS = "▁▂▃▄▅▆▇█"
@@ -33,7 +39,7 @@ def tables(manifest: Manifest) -> list[RenderableType]:
         shown.append(figures.titled("precision search (on calibration inputs)", _tried(record)))
     if calibration := record.get("calibration"):
         shown.append(figures.titled("ranges of activations (on calibration inputs)", _methods(calibration)))
-    unit = "nats of KL divergence" if manifest.task == "text-generation" else "of the output's square"
+    unit = _COST_UNITS[manifest.task]
     for role, graph in manifest.graphs.items():
         if record and (picture := _picture(graph, record.get("costs") or {}, unit)):
             shown.append(figures.titled(f"weights of {role}", *picture))

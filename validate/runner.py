@@ -45,6 +45,7 @@ class EmbedderReference(Protocol):
     """The original text encoder with its pooling and normalisation."""
 
     name: str
+    pad_token_id: int
 
     def embed(self, texts: Sequence[str], /) -> FloatArray:
         """Unit vectors float32 (N, D), in the order of `texts`."""

@@ -101,15 +101,18 @@ def export(request: Request, folder: Path) -> dict[str, Exported]:
     return {"encoder": Exported(path)}
 
 
-def quantise(request: Request, graphs: dict[str, Exported], folder: Path) -> dict[str, Exported]:
-    """Write the graph at the asked precision: dynamic int8 per channel, or fp16 where measurement allows it."""
+def quantise(
+    request: Request, graphs: dict[str, Exported], folder: Path, *, exclude: Sequence[str] = ()
+) -> dict[str, Exported]:
+    """Write the graph at the asked precision: dynamic int8 per channel of all products but `exclude`, or fp16 where
+    measurement allows it."""
     source, path = graphs["encoder"].path, folder / FILE
     if request.precision == "fp32":
         return graphs
     if request.precision == "fp16":
         to_float16(source, path)
     else:
-        quantise_dynamic(source, path, reduce_range=request.profile.reduce_range)
+        quantise_dynamic(source, path, exclude=exclude, reduce_range=request.profile.reduce_range)
     return {"encoder": Exported(path)}
 
 
@@ -141,6 +144,7 @@ class OriginalEmbedder:
         self._names = tuple(names)
         self._tokenizer = tokenizer
         self._max_length = max_length
+        self.pad_token_id = int(tokenizer.pad_token_id or 0)
 
     def tokenize(self, text: str) -> list[int]:
         """Token ids with special tokens, cut to the model's length."""

@@ -118,15 +118,22 @@ def export(request: Request, folder: Path) -> dict[str, Exported]:
     return {"classifier": Exported(path)}
 
 
-def quantise(request: Request, graphs: dict[str, Exported], folder: Path) -> dict[str, Exported]:
-    """Write the graph at the asked precision; int8 is static, calibrated on photos."""
+def quantise(
+    request: Request, graphs: dict[str, Exported], folder: Path, *, fp32_nodes: int = 0
+) -> dict[str, Exported]:
+    """Write the graph at the asked precision; int8 is static, calibrated on photos, with `fp32_nodes` nodes or more left
+    in fp32."""
     if request.precision == "fp32":
         return graphs
-    return {"classifier": quantise_frames(request, graphs["classifier"].path, _load(request)[1].settings, folder)}
+    source, settings = graphs["classifier"].path, _load(request)[1].settings
+    return {"classifier": quantise_frames(request, source, settings, folder, fp32_nodes=fp32_nodes)}
 
 
-def quantise_frames(request: Request, source: Path, settings: ImageSettings, folder: Path) -> Exported:
-    """Write the fp32 graph `source`, which reads frames, in fp16 or int8 into `folder`."""
+def quantise_frames(
+    request: Request, source: Path, settings: ImageSettings, folder: Path, *, fp32_nodes: int = 0
+) -> Exported:
+    """Write the fp32 graph `source`, which reads frames, in fp16 or int8 into `folder`; at least `fp32_nodes` of int8's
+    costliest nodes stay in fp32."""
     path = folder / FILE
     if request.precision == "fp16":
         to_float16(source, path, feeds=float16_feeds(request.calibration, settings))
@@ -134,7 +141,10 @@ def quantise_frames(request: Request, source: Path, settings: ImageSettings, fol
     photos = need_photos(request.calibration)
     request.progress(f"calibrating on {len(photos.calibrating)} of {photos.origin}")
     feeds = frame_feeds(photos.calibrating, settings)
-    return Exported(path, measured=quantise_static(source, path, feeds, reduce_range=request.profile.reduce_range))
+    reduce_range = request.profile.reduce_range
+    return Exported(
+        path, measured=quantise_static(source, path, feeds, fp32_nodes=fp32_nodes, reduce_range=reduce_range)
+    )
 
 
 def package(request: Request, folder: Path) -> dict[str, Any]:

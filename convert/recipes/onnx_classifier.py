@@ -138,13 +138,17 @@ def export_classifier(request: Request, folder: Path) -> dict[str, Exported]:
     return {"classifier": Exported(destination)}
 
 
-def quantise_classifier(request: Request, graphs: dict[str, Exported], folder: Path) -> dict[str, Exported]:
-    """Write the graph at the asked precision; int8 is static, calibrated on photos."""
+def quantise_classifier(
+    request: Request, graphs: dict[str, Exported], folder: Path, *, fp32_nodes: int = 0
+) -> dict[str, Exported]:
+    """Write the graph at the asked precision; int8 is static, calibrated on photos, with `fp32_nodes` nodes or more left
+    in fp32."""
     if request.precision == "fp32":
         return graphs
     settings = OnnxClassifier(source_path(request)).preparation.settings
     source = graphs["classifier"].path
-    return {"classifier": image_classification.quantise_frames(request, source, settings, folder)}
+    graph = image_classification.quantise_frames(request, source, settings, folder, fp32_nodes=fp32_nodes)
+    return {"classifier": graph}
 
 
 def package_classifier(request: Request, folder: Path) -> dict[str, Any]:

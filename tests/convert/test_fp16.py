@@ -388,13 +388,12 @@ def test_auto_goes_on_without_an_fp16_that_cannot_be_written(tmp_path, monkeypat
             return tried[-1]
 
     monkeypatch.setattr(ladder, "Search", Search)
-    monkeypatch.setattr(ladder, "open_journal", lambda *_: None)
     profile = SimpleNamespace(gate_bounds=lambda *_: {})
     request = SimpleNamespace(profile=profile, progress=said.append)
-    rungs = dict.fromkeys(("int8", "fp16", "fp32"))
+    rungs = lambda search: [(name, None) for name in ("int8", "fp16", "fp32")]  # noqa: E731
     broken = None
-    assert ladder._climb(request, "feature-extraction", rungs, None, (), tmp_path) == "fp32"
+    assert ladder._climb(request, "feature-extraction", rungs, None, None, tmp_path) == "fp32"
     assert said == ["fp16 is left out: float16 gives NaN."]
     broken = "int8"
     with pytest.raises(ExportError):
-        ladder._climb(request, "feature-extraction", rungs, None, (), tmp_path)
+        ladder._climb(request, "feature-extraction", rungs, None, None, tmp_path)

@@ -167,8 +167,9 @@ def test_an_outlier_a_thousand_times_the_others_is_split_and_its_product_named(t
     )
     feeds = [{"x": random.uniform(-1, 1, (64, 96)).astype(np.float32)} for _ in range(3)]
     wanted, out, errors = run(source, feeds[0]), tmp_path / "out.onnx", []
-    for given, wide in (([], 0), (feeds, 0), (feeds, 1)):
-        quantise_dynamic(source, out, feeds=given, fp32_products=wide)
+    costliest = worst(product_costs(source, feeds), 1)
+    for given, left in (([], []), (feeds, []), (feeds, costliest)):
+        quantise_dynamic(source, out, feeds=given, exclude=left)
         errors.append(relative_error(run(out, feeds[0]), wanted))
     assert errors[0] > 0.5
     assert errors[1] < errors[0] / 2
@@ -190,10 +191,9 @@ def test_the_product_that_costs_most_goes_back_to_fp32(outliers, tmp_path):
     small.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(small) / 100, "w1"))
     onnx.save(model, outliers)
     feeds = [{"x": RNG.uniform(-1, 1, (64, 96)).astype(np.float32)}]
-    costs = product_costs(model, feeds)
+    costs = product_costs(outliers, feeds)
     assert worst(costs, 2) == ["product2", "product1"]
-    assert list(product_costs(model, feeds, exclude=["product2"])) == ["product1"]
-    quantise_dynamic(outliers, tmp_path / "out.onnx", feeds=feeds, fp32_products=1)
+    quantise_dynamic(outliers, tmp_path / "out.onnx", feeds=feeds, exclude=worst(costs, 1))
     assert operators(tmp_path / "out.onnx").count("MatMulInteger") == 1
 
 
@@ -330,7 +330,7 @@ def test_the_convolution_whose_quantisation_ruins_the_output_stays_fp32(tmp_path
     assert [at for at in range(6) if kinds.get(f"w{at}") == TensorProto.FLOAT] == [bad]
     assert relative_error(run(out, feeds[0]), run(source, feeds[0])) < 0.1
     assert len(found["errors_by_fp32_nodes"]) == 2
-    assert found["errors_by_fp32_nodes"][1] < found["errors_by_fp32_nodes"][0] / 5
+    assert found["errors_by_fp32_nodes"]["1"] < found["errors_by_fp32_nodes"]["0"] / 5
     quantise_static(source, out, feeds, fp32_convolutions=0)
     assert relative_error(run(out, feeds[0]), run(source, feeds[0])) > 0.5
 
@@ -338,13 +338,16 @@ def test_the_convolution_whose_quantisation_ruins_the_output_stays_fp32(tmp_path
 def test_the_fewest_nodes_go_back_that_bring_the_output_close():
     costs = {f"n{at}": 1.0 + at for at in range(30)}  # at most 5 of them
 
-    def tried(errors):
-        return put_back(costs, lambda nodes: errors[len(nodes)])
+    def tried(errors, **options):
+        nodes, found = put_back(costs, lambda nodes: errors[len(nodes)], **options)
+        return nodes, list(found.items())
 
-    assert tried([CLOSE]) == ([], [CLOSE])
-    assert tried([9, 1, CLOSE / 2, 0]) == (["n29", "n28"], [9, 1, CLOSE / 2])
-    assert tried([9, 8, 7, 6, 7, 8]) == (["n29", "n28", "n27"], [9, 8, 7, 6, 7, 8])
-    assert put_back({"only": 1.0}, lambda nodes: 1.0 - len(nodes)) == ([], [1.0])
+    assert tried([CLOSE]) == ([], [("0", CLOSE)])
+    assert tried([9, 1, CLOSE / 2, 0]) == (["n29", "n28"], [("0", 9), ("1", 1), ("2", CLOSE / 2)])
+    assert tried([9, 8, 7, 6, 7, 8])[0] == ["n29", "n28", "n27"]
+    assert tried([0, 0, 0, 0], at_least=3) == (["n29", "n28", "n27"], [("3", 0)])
+    assert tried([9] * 30, at_least=8) == ([f"n{29 - at}" for at in range(8)], [("8", 9)])
+    assert put_back({"only": 1.0}, lambda nodes: 1.0 - len(nodes), at_least=4) == ([], {"0": 1.0})
 
 
 def test_onnx_runtime_leaves_fp32_convolutions_between_int8_ones_alone(tmp_path):

@@ -110,6 +110,7 @@ class FakeEmbedder:
     """`fault` names what is broken: vectors, padding, batch, repeat, dimension or tokens."""
 
     name = "original"
+    pad_token_id = 0
     session = SESSION
 
     def __init__(self, fault="", noise=0.0):
