@@ -94,12 +94,12 @@ def test_encoders_and_classifiers_pass_their_gates(tmp_path: Path, images: Path,
     ("model", "chosen", "limit_mb"), [("smollm2", "int4", 100), ("minilm", "int8", 30), ("efficientnet", "int8", 12)]
 )
 def test_auto_finds_small_weights_that_pass(
-    tmp_path: Path, images: Path, model: str, chosen: str, limit_mb: int
+    tmp_path: Path, model: str, chosen: str, limit_mb: int
 ) -> None:
+    """How many nodes of int8 stay in fp32 is the measurement's, and may differ between CPUs."""
     assets.efficientnet_weights()
-    photos = images if model == "efficientnet" else None
-    result = convert(source_of(model), target="cpu", output=tmp_path / "out", calibration=photos)
-    assert result.bundle.manifest.quantisation["chosen"] == chosen, result.bundle.manifest.quantisation
+    result = convert(source_of(model), target="cpu", output=tmp_path / "out")
+    assert result.bundle.manifest.quantisation["chosen"].startswith(chosen), result.bundle.manifest.quantisation
     assert result.report is not None
     assert all(gate.outcome == "passed" for gate in result.report.gates), judged(result.report)
     assert sum(spec.size for spec in result.bundle.manifest.files.values()) <= limit_mb * MB
