@@ -20,6 +20,7 @@ from edge_convert.convert.recipe import Exported, Found, Request
 
 # Of the room between a bound and a perfect value: other inputs than those of the search scatter.
 MARGIN = 0.8
+_CHANCE = 1.645  # standard deviations: a share as low or lower comes up once in twenty counts
 Graphs = dict[str, Exported]
 Measure = Callable[[Graphs], dict[str, float]]
 Build = Callable[[Path], Graphs]
@@ -68,10 +69,11 @@ class Journal:
 
 @dataclass(slots=True)
 class Search:
-    """The candidates tried so far, within `bounds` (`<metric>_min`, `<metric>_max`) drawn in by `MARGIN`.
+    """The candidates tried so far, within `bounds` (`<metric>_min`, `<metric>_max`) drawn in by `MARGIN` (`limit`).
 
-    `folder` is where candidates are built, one at a time; `notes` are for the report. `costs` are those of single nodes, where they were measured:
-    how far quantising that node alone moves the output.
+    `folder` is where candidates are built, one at a time; `notes` are for the report. `costs` are those of single nodes,
+    where they were measured: how far quantising that node alone moves the output. `counted`: on how many inputs a metric
+    that is a share was counted, where they are few.
     """
 
     bounds: Mapping[str, float]
@@ -81,6 +83,7 @@ class Search:
     tried: list[Trial] = field(default_factory=list)
     costs: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    counted: Mapping[str, int] = field(default_factory=dict)
     _builds: dict[str, Build] = field(default_factory=dict)
     _last: tuple[str, Graphs] | None = None
 
@@ -94,7 +97,9 @@ class Search:
             self.progress(f"trying {name}")
             graphs = self._built(name)
             metrics = measure(graphs)
-            trial = Trial(name, sum(map(graph_bytes, graphs.values())), metrics, refusal(metrics, self.bounds))
+            trial = Trial(
+                name, sum(map(graph_bytes, graphs.values())), metrics, refusal(metrics, self.bounds, self.counted)
+            )
             self.journal.put(key, asdict(trial))
         self.progress(f"measured {name}: {_told(trial)}")
         self.tried.append(trial)
@@ -116,7 +121,7 @@ class Search:
         best = self.best()
         record: dict[str, Any] = {
             "chosen": best.name,
-            "bounds": {name: drawn_in(name, bound) for name, bound in self.bounds.items()},
+            "bounds": {name: limit(name, bound, self.counted) for name, bound in self.bounds.items()},
             "tried": [asdict(trial) for trial in self.tried],
         }
         if self.costs:
@@ -151,15 +156,15 @@ def open_journal(request: Request, task: str, inputs: object) -> Journal:
     return Journal(place / "searches" / f"{hashlib.sha256(facts.encode()).hexdigest()}.jsonl")
 
 
-def refusal(metrics: Mapping[str, float], bounds: Mapping[str, float]) -> str:
-    """Why `metrics` are outside the bounds drawn in by `MARGIN`; "" if they are inside."""
+def refusal(metrics: Mapping[str, float], bounds: Mapping[str, float], counted: Mapping[str, int] | None = None) -> str:
+    """Why `metrics` are outside the bounds (`limit`); "" if they are inside."""
     for name, bound in bounds.items():
         metric, kind = name[:-4], name[-3:]
         if metric not in metrics:
             continue
-        value, limit = metrics[metric], drawn_in(name, bound)
-        if not math.isfinite(value) or (value > limit if kind == "max" else value < limit):
-            return f"{metric} {value:.4g}, {'at most' if kind == 'max' else 'at least'} {limit:.4g} is needed"
+        value, needed = metrics[metric], limit(name, bound, counted or {})
+        if not math.isfinite(value) or (value > needed if kind == "max" else value < needed):
+            return f"{metric} {value:.4g}, {'at most' if kind == 'max' else 'at least'} {needed:.4g} is needed"
     return ""
 
 
@@ -178,6 +183,16 @@ def excess(metrics: Mapping[str, float], bounds: Mapping[str, float]) -> float:
 def graph_bytes(graph: Exported) -> int:
     """Bytes of a graph's file and of its external data."""
     return sum(file.stat().st_size for file in graph.path.parent.glob(f"{graph.path.name}*"))
+
+
+def limit(name: str, bound: float, counted: Mapping[str, int]) -> float:
+    """What a candidate needs: the bound drawn in, and of a share in `counted` as much less as chance explains.
+
+    A share p of n inputs has the standard deviation sqrt(p (1 - p) / n) (binomial); what is refused misses by more.
+    """
+    value = drawn_in(name, bound)
+    inputs = counted.get(name.removesuffix("_min"), 0)
+    return value - _CHANCE * math.sqrt(max(value * (1 - value), 0.0) / inputs) if inputs else value
 
 
 def drawn_in(name: str, bound: float) -> float:

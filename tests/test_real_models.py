@@ -93,9 +93,7 @@ def test_encoders_and_classifiers_pass_their_gates(tmp_path: Path, images: Path,
 @pytest.mark.parametrize(
     ("model", "chosen", "limit_mb"), [("smollm2", "int4", 100), ("minilm", "int8", 30), ("efficientnet", "int8", 12)]
 )
-def test_auto_finds_small_weights_that_pass(
-    tmp_path: Path, model: str, chosen: str, limit_mb: int
-) -> None:
+def test_auto_finds_small_weights_that_pass(tmp_path: Path, model: str, chosen: str, limit_mb: int) -> None:
     """How many nodes of int8 stay in fp32 is the measurement's, and may differ between CPUs."""
     assets.efficientnet_weights()
     result = convert(source_of(model), target="cpu", output=tmp_path / "out")

@@ -6,7 +6,7 @@ Each is measured against the original on calibration inputs, on the CPU whatever
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -103,7 +103,9 @@ def search_classifier(
     left_out = () if photos.calibrating else ("int8",)
     rungs = partial(_rungs, request, graphs, quantise, mixed, left_out=left_out)
     journal = open_journal(request, "image-classification", list(photos.digests))
-    return _climb(request, "image-classification", rungs, measure, journal, folder)
+    # Flips between classes that the original hardly tells apart are coin tosses, and the frames are few.
+    counted = {"top1_agreement": len(frames)}
+    return _climb(request, "image-classification", rungs, measure, journal, folder, counted=counted)
 
 
 def text_batch(tokens: list[list[int]], pad_token_id: int) -> dict[str, NDArray[np.int64]]:
@@ -167,9 +169,12 @@ def _climb(
     measure: Measure,
     journal: Journal,
     folder: Path,
+    *,
+    counted: Mapping[str, int] | None = None,
 ) -> Found:
     """Try the rungs in turn until one is within the bounds."""
-    search = Search(request.profile.gate_bounds(task, AUTO), folder, journal, request.progress)
+    bounds = request.profile.gate_bounds(task, AUTO)
+    search = Search(bounds, folder, journal, request.progress, counted=counted or {})
     for name, build in rungs(search):
         try:
             if not search.attempt(name, build, measure).refused:

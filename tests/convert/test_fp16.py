@@ -375,7 +375,7 @@ def test_auto_goes_on_without_an_fp16_that_cannot_be_written(tmp_path, monkeypat
     tried, said = [], []
 
     class Search:
-        def __init__(self, *_):
+        def __init__(self, *_, **__):
             pass
 
         def attempt(self, name, build, measure):

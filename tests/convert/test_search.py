@@ -16,7 +16,7 @@ from edge_convert.convert.calibration_texts import calibration_texts
 from edge_convert.convert.pipeline import convert
 from edge_convert.convert.recipe import Exported, Found, Request
 from edge_convert.convert.recipes.text_generation import RECIPE
-from edge_convert.convert.search import Graphs, Journal, Search, drawn_in, excess, refusal
+from edge_convert.convert.search import Graphs, Journal, Search, drawn_in, excess, limit, refusal
 from edge_convert.convert.stamp import read_back
 from edge_convert.runtime.bundle import Bundle
 from edge_convert.runtime.errors import ConversionError, SourceError
@@ -54,6 +54,17 @@ def test_bounds_are_drawn_in_towards_a_perfect_value() -> None:
     assert refusal({"kl_mean": 0.041}, BOUNDS) == "kl_mean 0.041, at most 0.04 is needed"
     assert refusal({"kl_mean": float("nan")}, BOUNDS)
     assert excess({"kl_mean": 0.1, "top1_agreement": 0.95}, BOUNDS) == pytest.approx(2)
+
+
+def test_a_share_of_few_inputs_is_refused_only_beyond_chance() -> None:
+    """96 % of 99 inputs: 1.645 sqrt(0.96 0.04 / 99) = 0.0324, so 92 of them (0.9293) may well be 96 % of all."""
+    bounds, few = {"top1_agreement_min": 0.95}, {"top1_agreement": 99}
+    assert limit("top1_agreement_min", 0.95, few) == pytest.approx(0.96 - 0.0324, abs=1e-4)
+    assert limit("top1_agreement_min", 1.0, few) == 1.0
+    assert limit("kl_mean_max", 0.05, few) == pytest.approx(0.04)
+    assert refusal({"top1_agreement": 92 / 99}, bounds, few) == ""
+    assert refusal({"top1_agreement": 91 / 99}, bounds, few).startswith("top1_agreement 0.9192, at least 0.9276")
+    assert refusal({"top1_agreement": 0.95}, bounds, {"top1_agreement": 10_000})
 
 
 def test_the_smallest_within_the_bounds_is_found(tmp_path: Path) -> None:
