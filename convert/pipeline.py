@@ -16,6 +16,7 @@ from importlib import metadata
 from pathlib import Path
 
 from edge_convert.convert.export_cache import cached_export
+from edge_convert.convert.operator_needs import check_needs
 from edge_convert.convert.photos import read_photos
 from edge_convert.convert.recipe import Exported, Found, Progress, Recipe, Request, find_recipe
 from edge_convert.convert.saturation import check_saturation
@@ -120,6 +121,9 @@ def _build(
         stamp(graph.path, request.profile)
         if request.profile.reduce_range:
             check_saturation(graph.path)
+    specs = {role: read_back(graph.path, graph.cache) for role, graph in graphs.items()}
+    for spec in specs.values():
+        warnings = (*warnings, *check_needs(spec, request.profile))
     processing = recipe.package(request, folder)
     if request.precision != AUTO:
         request.progress("loading the original")
@@ -132,7 +136,7 @@ def _build(
         target=request.profile.name,
         precision=request.precision,
         source=_source_spec(request.source),
-        graphs={role: read_back(graph.path, graph.cache) for role, graph in graphs.items()},
+        graphs=specs,
         processing=processing,
         files=collect_files(folder),
         tools=_tool_versions(_TOOLS),

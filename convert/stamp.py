@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from edge_convert.convert.graph_tools import inner_graphs
+from edge_convert.convert.operator_needs import needed_onnxruntime
 from edge_convert.convert.precisions import dtype_name, fp32_nodes, product_types, tensor_bytes, weight_formats
 from edge_convert.runtime.device import DeviceProfile
 from edge_convert.runtime.errors import ExportError, SourceError
@@ -108,6 +109,7 @@ def read_back(path: Path, cache: CacheSpec | None = None) -> GraphSpec:
         formats=weight_formats(model),
         products=dict(sorted(Counter(product_types(model).values()).items())),
         fp32_nodes=fp32_nodes(model),
+        onnxruntime_min=needed_onnxruntime(model),
     )
 
 

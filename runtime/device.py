@@ -19,6 +19,8 @@ DEVICES_FILE = Path(__file__).resolve().parents[1] / "devices.yaml"
 CPU_PROVIDER = "CPUExecutionProvider"
 _VERSION = re.compile(r"\d+\.\d+(\.\d+)?")
 _ACCURACY_LEVELS = (0, 1, 2, 3, 4)
+_INHERITS, _ABSTRACT = "inherits", "abstract"
+_OWN = ("aliases", "description", _ABSTRACT)  # what no entry inherits
 # What an ONNX Runtime session may be told; it ignores an entry that it does not know, so a slip would change nothing.
 SESSION_ENTRIES = (
     "session.intra_op.allow_spinning",
@@ -113,8 +115,12 @@ def _read_unchanged(path: Path, changed: int) -> tuple[dict[str, DeviceProfile],
     shared = _gates(table.get("gates") or {}, f"{path.name}: gates")
     profiles: dict[str, DeviceProfile] = {}
     others: dict[str, str] = {}
-    for name, entry in _mapping(table["targets"], f"{path.name}: targets").items():
-        profiles[name], names = _profile(name, entry, shared, f"{path.name}: target {name!r}")
+    entries = _mapping(table["targets"], f"{path.name}: targets")
+    for name, entry in entries.items():
+        where = f"{path.name}: target {name!r}"
+        if _is(_mapping(entry, where).get(_ABSTRACT, False), bool, f"{where}, {_ABSTRACT}"):
+            continue
+        profiles[name], names = _profile(name, _with_inherited(name, entries, path.name), shared, where)
         for alias in names:
             if alias in others:
                 raise DeviceError(f"{path.name}: the alias {alias!r} stands for {others[alias]!r} and {name!r}.")
@@ -124,6 +130,21 @@ def _read_unchanged(path: Path, changed: int) -> tuple[dict[str, DeviceProfile],
     if not profiles:
         raise DeviceError(f"{path.name} has no targets.")
     return profiles, others
+
+
+def _with_inherited(name: str, entries: Mapping[str, Any], file: str, children: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The entry `name` with what it does not say itself taken from the entry that it `inherits`, key by key."""
+    where = f"{file}: target {name!r}"
+    entry = dict(_mapping(entries[name], where))
+    if _INHERITS not in entry:
+        return entry
+    parent = _is(entry.pop(_INHERITS), str, f"{where}, {_INHERITS}")
+    if parent not in entries:
+        raise DeviceError(f"{where} inherits {parent!r}, which the file does not have. Name one of its entries.")
+    if parent in (name, *children):
+        raise DeviceError(f"{where} inherits {parent!r}, which inherits {name!r}. Take one of the two out.")
+    inherited = _with_inherited(parent, entries, file, (name, *children))
+    return {key: value for key, value in inherited.items() if key not in _OWN} | entry
 
 
 def _profile(name: str, entry: Any, shared: Gates, where: str) -> tuple[DeviceProfile, tuple[str, ...]]:

@@ -26,6 +26,7 @@ DTYPES = (
     "float32", "float16", "bfloat16", "float64", "int8", "uint8", "int16", "uint16",
     "int32", "uint32", "int64", "uint64", "bool", "int4", "uint4", "string",
 )  # fmt: skip
+_RELEASE = re.compile(r"(\d+\.\d+)?")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _MAX_DIMENSION = 1 << 40
 _MAX_NODES = 1 << 32
@@ -87,7 +88,9 @@ class GraphSpec:
 
     `formats` says for each node with a large weight how that is stored, by the node's name. `products` counts the
     matrix products and convolutions with a weight by what they compute in; `fp32_nodes` names the nodes that stay in
-    fp32 where the others compute in fp16 or int8. Bundles written before these were read back have them empty.
+    fp32 where the others compute in fp16 or int8. `onnxruntime_min` is the oldest ONNX Runtime ("major.minor") that has
+    the graph's operators as it uses them, where that is newer than what every target has. Bundles written before these
+    were read back have them empty.
     """
 
     file: str
@@ -101,6 +104,7 @@ class GraphSpec:
     formats: dict[str, str] = field(default_factory=dict)
     products: dict[str, int] = field(default_factory=dict)
     fp32_nodes: tuple[str, ...] = ()
+    onnxruntime_min: str = ""
 
     def __post_init__(self) -> None:
         for kind, count in self.products.items():
@@ -111,6 +115,8 @@ class GraphSpec:
             check_range(f"The number of products in {kind}", count, 1, _MAX_NODES)
         if len(set(self.fp32_nodes)) != len(self.fp32_nodes):
             raise ManifestError("A graph names one of its fp32_nodes twice. Convert again.")
+        if not _RELEASE.fullmatch(self.onnxruntime_min):
+            raise ManifestError(f"onnxruntime_min of a graph is {shown(self.onnxruntime_min)}, not a release as 1.23.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from edge_convert.runtime.errors import DeviceError, MissingExtraError
@@ -31,6 +32,11 @@ def import_onnxruntime() -> Any:
     if not hasattr(onnxruntime, "InferenceSession"):  # what remains when one of the two packages is uninstalled
         raise MissingExtraError("onnxruntime", "cpu")
     return onnxruntime
+
+
+def version_numbers(version: str) -> tuple[int, ...]:
+    """The first three numbers of a release ("1.23.2+cu12": 1, 23, 2), to compare."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
 
 
 def _interrupted(error: BaseException) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from edge_convert.runtime.device import CPU_PROVIDER, DeviceProfile
 from edge_convert.runtime.errors import BundleError, DeviceError, ProviderUnavailableError, shown
 from edge_convert.runtime.int8 import exact_int8
 from edge_convert.runtime.manifest import GraphSpec, TensorSpec
-from edge_convert.runtime.ort import import_onnxruntime
+from edge_convert.runtime.ort import import_onnxruntime, version_numbers
 from edge_convert.runtime.tensors import check_feed, ort_type_name
 from edge_convert.runtime.threads import available_cpus, check_threads
 
@@ -46,7 +45,7 @@ class Session:
         self.spec = spec
         self.profile = profile
         self.threads = available_cpus() if threads is None else threads
-        _check_version(ort.__version__, profile)
+        _check_version(ort.__version__, profile, spec)
         chosen = _available(ort, profile)
         options = ort.SessionOptions()
         options.intra_op_num_threads = self.threads
@@ -90,17 +89,15 @@ class Session:
         return dict(zip(self._output_names, values, strict=True))
 
 
-def _check_version(version: str, profile: DeviceProfile) -> None:
-    found, needed = _numbers(version), _numbers(profile.onnxruntime_min)
-    if found[: len(needed)] < needed:
-        raise DeviceError(
-            f"ONNX Runtime {version} is older than {profile.onnxruntime_min}, which target {profile.name} needs. "
-            "Install a newer one."
-        )
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+def _check_version(version: str, profile: DeviceProfile, spec: GraphSpec) -> None:
+    needs = {
+        f"target {profile.name} needs": profile.onnxruntime_min,
+        f"the operators of {spec.file} need": spec.onnxruntime_min,
+    }
+    for who, oldest in needs.items():
+        needed = version_numbers(oldest)
+        if version_numbers(version)[: len(needed)] < needed:
+            raise DeviceError(f"ONNX Runtime {version} is older than {oldest}, which {who}. Install a newer one.")
 
 
 def _available(ort: Any, profile: DeviceProfile) -> list[tuple[str, dict[str, str]]]:

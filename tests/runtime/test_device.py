@@ -67,6 +67,16 @@ def test_jetson_is_what_its_data_sheet_says() -> None:
     assert not profile.allow_fallback
 
 
+def test_boards_of_one_module_differ_by_their_software_alone() -> None:
+    boards = [name for name in load_profiles() if name.startswith("jetson") and name.endswith("-jp6")]
+    assert len(boards) == 3
+    for name in boards:
+        old, new = load_profile(name), load_profile(name.replace("-jp6", "-jp7"))
+        software = {"name", "description", "onnxruntime_min", "onnxruntime_max"}
+        changed = {spec.name for spec in dataclasses.fields(old) if getattr(old, spec.name) != getattr(new, spec.name)}
+        assert changed == software
+
+
 def test_looser_precisions_never_have_tighter_bounds() -> None:
     for profile in load_profiles().values():
         for task, table in profile.gates.items():
@@ -122,6 +132,41 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
     written(tmp_path, content)
     os.utime(path, ns=(1, 1))
     assert load_profile("cpu", path).memory_mb == 512
+
+
+def test_an_entry_has_what_it_does_not_say_from_the_one_it_inherits(tmp_path: Path) -> None:
+    content = packaged()
+    cpu = content["targets"]["cpu"]
+    content["targets"]["half"] = {"abstract": True, "inherits": "cpu", "memory_mb": 4096}
+    content["targets"]["board"] = {"inherits": "half", "description": "A board", "opset_max": 17}
+    path = written(tmp_path, content)
+    board = load_profile("board", path)
+    assert (board.memory_mb, board.opset_max, board.description) == (4096, 17, "A board")
+    expected = dataclasses.replace(
+        load_profile("cpu", path), name="board", description="A board", memory_mb=4096, opset_max=17
+    )
+    assert board == expected
+    assert "half" not in load_profiles(path)
+    assert aliases(path)[cpu["aliases"][0]] == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"board": {"inherits": "ghost", "description": "x"}}, "inherits 'ghost', which the file does not have"),
+        ({"board": {"inherits": "board", "description": "x"}}, "inherits 'board'"),
+        ({"a": {"inherits": "b"}, "b": {"inherits": "a"}}, "Take one of the two out"),
+        ({"board": {"inherits": ["cpu"], "description": "x"}}, "str is expected"),
+        ({"board": {"inherits": "cpu"}}, "has no 'description'"),
+        ({"board": {"inherits": "cpu", "description": "x", "abstract": "yes"}}, "bool is expected"),
+        ({"board": {"inherits": "cpu", "description": "x", "memory": 1}}, "unknown key 'memory'"),
+    ],
+)
+def test_a_wrong_inheritance_is_refused(tmp_path: Path, entries: dict[str, Any], message: str) -> None:
+    content = packaged()
+    content["targets"].update(entries)
+    with pytest.raises(DeviceError, match=message):
+        load_profiles(written(tmp_path, content))
 
 
 OPTIONAL = {"gates", "session_config", "reduce_range"}

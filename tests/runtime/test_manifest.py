@@ -31,6 +31,7 @@ def example() -> Manifest:
         cache=cache,
         products={"int8": 1, "fp32": 1},
         fp32_nodes=("/head/MatMul",),
+        onnxruntime_min="1.23",
     )
     return Manifest(
         task="text-generation",
@@ -88,6 +89,7 @@ def test_text_beyond_ascii_survives() -> None:
         (["graphs", "decoder", "products"], {"fp8": 1}, "unknown type 'fp8'"),
         (["graphs", "decoder", "products"], {"int8": 0}, "products in int8"),
         (["graphs", "decoder", "fp32_nodes"], ["a", "a"], "twice"),
+        (["graphs", "decoder", "onnxruntime_min"], "new", "'new', not a release"),
         (["graphs", "decoder", "fp32_nodes"], [1], r"fp32_nodes\[0\]"),
         (["files", "decoder.onnx", "size"], -1, "size"),
         (["files", "decoder.onnx", "sha256"], "F" * 64, "SHA-256"),
@@ -112,7 +114,7 @@ def test_what_the_schema_does_not_have_is_refused(where: list[str | int], value:
         Manifest.from_json(changed(where, value))
 
 
-@pytest.mark.parametrize("key", ["formats", "products", "fp32_nodes"])
+@pytest.mark.parametrize("key", ["formats", "products", "fp32_nodes", "onnxruntime_min"])
 def test_a_graph_without_what_was_added_later_is_read(key: str) -> None:
     content = json.loads(example().to_json())
     del content["graphs"]["decoder"][key]

@@ -184,8 +184,13 @@ def test_an_old_onnxruntime_is_refused(graph: Path, monkeypatch: pytest.MonkeyPa
         Session(graph, SPEC, CPU)
     monkeypatch.setattr(ort, "__version__", "1.20.0")
     Session(graph, SPEC, CPU)
+    newer = dataclasses.replace(SPEC, onnxruntime_min="1.23")
+    with pytest.raises(DeviceError, match=r"1\.20\.0 is older than 1\.23, which the operators of encoder.onnx need"):
+        Session(graph, newer, CPU)
+    monkeypatch.setattr(ort, "__version__", "1.23.2")
+    Session(graph, newer, CPU)
     monkeypatch.setattr(ort, "__version__", "2.0.0+cu12")
-    Session(graph, SPEC, CPU)
+    Session(graph, newer, CPU)
 
 
 def test_without_onnxruntime_the_extra_is_named(graph: Path, monkeypatch: pytest.MonkeyPatch) -> None:
